@@ -1,0 +1,880 @@
+"""node.py: one machine of a TrueCluster. It holds some decoder layers, and their caches, of whatever model it is given.
+
+    python node.py --host 192.168.1.10 --port 7001
+
+Needs this file, qwen.py, quant.py, wire.py and `pip install torch msgpack numpy`; no model files. The node connects to the
+coordinator, says what it has (HELLO), measures its kernels when asked (MEASURE), takes a range of layers (ASSIGNMENT),
+receives their weights straight into place (WEIGHT_CHUNK), and then turns hidden states into hidden states. When the
+coordinator goes away it keeps trying to come back, for ever.
+
+Threads, and what each owns:
+    main      connects, reads frames, answers PING, checks everything that arrives (Session)
+    worker    the device, the stage, its caches: every torch call on the device is made here (Worker)
+    writer    sends, control frames first (wire.Writer)
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import logging
+import os
+import platform
+import queue
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# An idle stage must not burn the cores that a neighbour on the same machine computes on: OpenMP's default is to spin
+# for long. Read once when torch loads its OpenMP, hence before the import; the user's own setting wins.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+os.environ.setdefault("KMP_BLOCKTIME", "0")
+
+import torch
+
+import quant
+import qwen
+import wire
+
+log = logging.getLogger("node")
+
+EXIT_OK, EXIT_USAGE, EXIT_REFUSED = 0, 1, 2
+CONNECT_TIMEOUT_S = 10.0
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
+REMIND_S = 60.0  # how often a failure that stays the same is logged again
+MEASURED_ROWS = (1, 8, 64)
+MEASURE_SECONDS = 0.25  # per number of rows
+MAX_WAITING_PASSES = 256
+NO_PASS = 0  # request_id of an INFERENCE_ERROR that concerns no pass; passes count from 1
+GIB = 1 << 30
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What this machine is
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class UsageError(Exception):
+    """Something on the command line or on this machine that the user has to change; one readable line."""
+
+
+def choose_device(name: str) -> torch.device:
+    """auto, cuda, cuda:N, mps or cpu -> a device that is really there; raises UsageError naming what is."""
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if name == "auto":
+        return torch.device("cuda", 0) if cuda else torch.device("mps") if mps else torch.device("cpu")
+    available = ["cpu"] + (["mps"] if mps else [])
+    if cuda:
+        available += ["cuda"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    if name not in available:
+        raise UsageError(f"--device {name} is not available here; available: auto, {', '.join(available)}")
+    return torch.device("cuda", 0) if name == "cuda" else torch.device(name)
+
+
+def available_ram_bytes() -> int | None:
+    """RAM that a new process may take now, containers' limits counted; None where this system does not tell."""
+    figures = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                figures.append(int(line.split()[1]) * 1024)
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            figures.append(max(0, int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text())))
+    except OSError:
+        log.debug("no /proc/meminfo or no cgroup limit on this system")
+    if figures:
+        return min(figures)
+    if sys.platform == "win32":
+        return _windows_available_ram()
+    try:  # macOS has no figure for "available" without a subprocess; half of the RAM is a safe start
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _windows_available_ram() -> int:
+    import ctypes
+
+    class MemoryStatus(ctypes.Structure):  # MEMORYSTATUSEX of sysinfoapi.h
+        _fields_ = [("length", ctypes.c_ulong), ("load", ctypes.c_ulong)] + [
+            (name, ctypes.c_ulonglong)
+            for name in ("total", "available", "total_page", "free_page", "total_virtual", "free_virtual", "extended")
+        ]
+
+    status = MemoryStatus(length=ctypes.sizeof(MemoryStatus))
+    ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))
+    return status.available
+
+
+def free_memory_bytes(device: torch.device) -> int | None:
+    """What new tensors may take on a device; None when unknown."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":  # the allocator would take 1.7 times this; macOS slows to a crawl long before
+        return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
+    return available_ram_bytes()
+
+
+def total_memory_bytes(device: torch.device) -> int | None:
+    """The size of a device's memory; None when unknown."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def describe_devices() -> list[dict]:
+    """Every device of this machine, as HELLO carries it."""
+    found = [(torch.device("cpu"), platform.processor() or platform.machine() or "cpu")]
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            found.append((torch.device("cuda", i), torch.cuda.get_device_name(i)))
+    if torch.backends.mps.is_available():
+        found.append((torch.device("mps"), "Apple GPU"))
+    return [
+        {
+            "id": str(device),
+            "type": device.type,
+            "name": name[:128],
+            "total_memory": total_memory_bytes(device),
+            "free_memory": free_memory_bytes(device),
+        }
+        for device, name in found
+    ]
+
+
+def lock_file(path: Path):
+    """Opens and locks a file until the process ends; None when another process holds it."""
+    handle = path.open("a+")
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(handle.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        handle.close()
+        return None
+    return handle
+
+
+def claim_node_id(work_dir: Path, hostname: str):
+    """<hostname>-<lowest index that no running node here holds>; returns (id, lock to keep open).
+
+    So a node that restarts gets its id back, and two on one machine differ.
+    """
+    try:
+        work_dir.mkdir(parents=True, exist_ok=True)
+        for index in range(1024):
+            node_id = f"{hostname}-{index}"
+            lock = lock_file(work_dir / f"{node_id}.lock")
+            if lock is not None:
+                return node_id, lock
+    except OSError as error:
+        raise UsageError(f"--work-dir {work_dir} is not writable ({error.strerror}); give another folder") from None
+    raise UsageError(f"1024 nodes already run with --work-dir {work_dir}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Assignment: what the coordinator asks this node to hold, and the tensors on their way in
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Arrival:
+    """One tensor that is being received. `buffer` is where its bytes go."""
+
+    buffer: memoryview
+    staging: torch.Tensor | None  # set when the tensor's place is on a device that a socket cannot write to
+    digest: object = field(default_factory=hashlib.sha256)
+    received: int = 0
+    chunks: int = 0
+
+
+class Assignment:
+    """A checked ASSIGNMENT: the stage's place in the model, and the state of its loading."""
+
+    def __init__(self, payload: dict, epoch: int):
+        """Raises ValueError when the manifest is not exactly what these layers need."""
+        self.epoch = epoch
+        self.model_id = payload["model_id"]
+        self.config = qwen.Config.from_wire(payload["config"])
+        self.weights = qwen.WeightFormat(payload["quant"], payload["group_size"], payload["compute_dtype"])
+        self.wire_dtype = payload["wire_dtype"]
+        self.start, self.end = payload["layer_start"], payload["layer_end_exclusive"]
+        self.slots, self.max_context = payload["slots"], payload["max_context"]
+        if not 0 <= self.start < self.end <= self.config.num_hidden_layers:
+            raise ValueError(f"layers [{self.start}, {self.end}) of {self.config.num_hidden_layers}")
+        expected = qwen.stored_tensors(self.config, self.start, self.end, self.weights)
+        wanted = [(t.name, t.dtype, list(t.shape), t.nbytes) for t in expected]
+        offered = [(e["tensor_name"], e["dtype"], e["shape"], e["nbytes"]) for e in payload["manifest"]]
+        if wanted != offered:
+            different = [f"{w} is not {o}" for w, o in zip(wanted, offered) if w != o]
+            raise ValueError(
+                f"the manifest has {len(offered)} tensors, these layers need {len(wanted)}"
+                + (f"; first difference: {different[0]}" if different else "")
+            )
+        self.tensors = {t.name: t for t in expected}
+        self.total_bytes = sum(t.nbytes for t in expected)
+        if (payload["tensor_count"], payload["total_weight_bytes"]) != (len(expected), self.total_bytes):
+            raise ValueError("tensor_count or total_weight_bytes does not match the manifest")
+
+    @property
+    def need_bytes(self) -> int:
+        """Weights as stored; the caches come on top, as conversations grow."""
+        return self.total_bytes
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Worker: the one thread that touches the device
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Worker(threading.Thread):
+    """Runs jobs one after another. A job is a function of no arguments; the worker owns `stage` and the device.
+
+    `busy_since` lets the reader say in a PONG for how long the present job has been running.
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__(name="worker", daemon=True)
+        self.device = device
+        self.jobs: queue.Queue = queue.Queue()
+        self.busy_since: float | None = None
+        self.stage: qwen.Stage | None = None
+        self.kernel_choices: dict[tuple, object] = {}
+
+    def run(self) -> None:
+        with torch.inference_mode():
+            while True:
+                job = self.jobs.get()
+                self.busy_since = time.monotonic()
+                job()
+                self.busy_since = None
+                del job  # it holds tensors; the next get() may wait for long
+
+    @property
+    def busy_ms(self) -> int:
+        since = self.busy_since
+        return 0 if since is None else int((time.monotonic() - since) * 1000)
+
+    def kernel_choice(self, config: qwen.Config, weights: qwen.WeightFormat):
+        """The kernels for a model's shapes on this device: measured once per process, then remembered."""
+        shapes = tuple(qwen.merged_linear_shapes(config).values())
+        key = (shapes, weights)
+        if key not in self.kernel_choices:
+            choice = quant.choose_kernels(shapes, weights.quant, weights.group_size, weights.dtype, self.device)
+            for line in choice.report:
+                log.info("kernels: %s", line)
+            self.kernel_choices[key] = choice
+        return self.kernel_choices[key]
+
+    def measure(self, config: qwen.Config, weights: qwen.WeightFormat) -> dict:
+        """Milliseconds for one decoder layer at several numbers of rows, with the kernels that will serve."""
+        choice = self.kernel_choice(config, weights)
+        layer = qwen.DecoderLayer(config, 0, weights, self.device)
+        for tensor in layer.destinations.values():
+            if tensor.dtype.is_floating_point:
+                tensor.fill_(0.01)
+            else:
+                tensor.random_(0, 100)
+        layer.prepare(choice)
+        rope = qwen.Rope(config, self.device)
+        layer_ms = {}
+        for rows in MEASURED_ROWS:
+            hidden_states = torch.randn(rows, config.hidden_size, device=self.device)
+            cos, sin = rope.angles(torch.arange(rows, device=self.device))
+            segments = [qwen.Segment(0, 0, 0, rows)]
+            cache = layer.new_cache(rows)
+            best, end = float("inf"), time.perf_counter() + MEASURE_SECONDS
+            while time.perf_counter() < end or best == float("inf"):
+                cache.cut(0)
+                begin = time.perf_counter()
+                layer.forward(hidden_states, segments, [cache], cos, sin).cpu()  # .cpu() waits for the device
+                best = min(best, time.perf_counter() - begin)
+            layer_ms[str(rows)] = best * 1e3
+        kernels = {"few": choice.few, "many": choice.many, "threshold": str(choice.threshold)}
+        return {"layer_ms": layer_ms, "kernels": kernels}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """CUDA has an exception of its own; MPS and the CPU allocator raise RuntimeError with a text."""
+    text = str(error).lower()
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+    )
+
+
+def gib(count: int | None) -> str:
+    return "unknown" if count is None else f"{count / GIB:.2f} GiB"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Session: one connection to the coordinator
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Session:
+    """Everything that lives exactly as long as one connection.
+
+    The main thread reads and checks frames here and hands work to the worker; the worker's jobs answer through
+    `writer`. A frame of an older epoch is read and dropped; a newer one than assigned is a BadFrame.
+    """
+
+    def __init__(self, connection: wire.Connection, worker: Worker, heartbeat_s: float, max_memory_bytes: int | None):
+        self.connection = connection
+        self.worker = worker
+        self.max_memory_bytes = max_memory_bytes
+        self.writer = wire.Writer(connection, heartbeat_s)
+        self.assignment: Assignment | None = None
+        self.arrivals: dict[str, Arrival] = {}
+        self.waiting_in_layer: dict[int, int] = {}  # layer -> tensors still to come
+        self.received_bytes = 0
+        self.dropped_frames = 0
+        self.waiting_passes = 0
+        self.closed = threading.Event()
+        self.handlers = {
+            "PING": self.on_ping,
+            "PONG": lambda frame: None,
+            "ERROR": self.on_error,
+            "MEASURE": self.on_measure,
+            "ASSIGNMENT": self.on_assignment,
+            "WEIGHT_CHUNK": self.on_weight_chunk,
+            "WEIGHTS_COMPLETE": self.on_weights_complete,
+            "RUN_PREFILL": self.on_run,
+            "RUN_DECODE": self.on_run,
+            "CLEAR_CACHE": self.on_clear_cache,
+            "COPY_CACHE": self.on_copy_cache,
+        }
+
+    def serve(self) -> None:
+        """Reads until the connection ends; raises what ended it (PeerClosed, PeerSilent, BadFrame)."""
+        self.writer.start()
+        try:
+            while True:
+                frame = self.connection.recv(self.place)
+                if self._is_current(frame):
+                    self.handlers[frame.type](frame)
+                else:
+                    self.dropped_frames += 1
+        finally:
+            self.closed.set()
+            self.writer.close()
+            self.connection.close()
+            self.worker.jobs.put(self._drop_stage)
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Has the worker run a job, unless the connection has ended by then. A bug in a job ends the connection, not the
+        worker: the node joins again with nothing loaded."""
+
+        def guarded():
+            if self.closed.is_set():
+                return
+            try:
+                job()
+            except Exception:
+                log.exception("the worker failed; leaving the cluster to join it again")
+                self.connection.close()
+
+        self.worker.jobs.put(guarded)
+
+    # -- epochs and places ---------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        return self.assignment.epoch if self.assignment else 0
+
+    def _is_current(self, frame: wire.Frame) -> bool:
+        if frame.epoch is None or frame.type == "ASSIGNMENT":
+            return True
+        if frame.epoch > self.epoch:
+            raise self.bad(f"{frame.type} of epoch {frame.epoch}, but epoch {self.epoch} is assigned")
+        return frame.epoch == self.epoch
+
+    def bad(self, what: str) -> wire.BadFrame:
+        return wire.BadFrame(f"{self.connection.peer}: {what}")
+
+    def place(self, frame: wire.Frame, nbytes: int) -> memoryview | None:
+        """Where the raw bytes of a frame go: a tensor that is being loaded, or a buffer for hidden states."""
+        if not self._is_current(frame):
+            return None
+        assignment = self.assignment
+        if assignment is None:
+            raise self.bad(f"{frame.type} before any ASSIGNMENT")
+        if frame.type == "WEIGHT_CHUNK":
+            return self._place_chunk(frame.payload, nbytes)
+        rows, hidden_size = len(frame.payload["slots"]), frame.payload["shape"][2]
+        if hidden_size != assignment.config.hidden_size or frame.payload["dtype"] != assignment.wire_dtype:
+            raise self.bad(
+                f"hidden states of size {hidden_size} in {frame.payload['dtype']}; "
+                f"assigned: {assignment.config.hidden_size} in {assignment.wire_dtype}"
+            )
+        if rows > max(assignment.max_context, assignment.slots):
+            raise self.bad(f"{rows} rows in one pass; max_context is {assignment.max_context}")
+        return memoryview(bytearray(nbytes))
+
+    def _place_chunk(self, payload: dict, nbytes: int) -> memoryview:
+        name = payload["tensor_name"]
+        arrival = self.arrivals.get(name)
+        if arrival is None:
+            raise self.bad(f"tensor {name!r} is not expected")
+        total = arrival.buffer.nbytes
+        last = payload["chunk_index"] == payload["chunk_count"] - 1
+        in_order = payload["chunk_index"] == arrival.chunks and payload["offset"] == arrival.received
+        if not in_order or arrival.received + nbytes > total or last != (arrival.received + nbytes == total):
+            raise self.bad(f"tensor {name!r}: chunk {payload['chunk_index']} does not follow what came before")
+        return arrival.buffer[arrival.received : arrival.received + nbytes]
+
+    # -- frames, in the order of a connection's life -------------------------------------------------------------------
+
+    def on_ping(self, frame: wire.Frame) -> None:
+        self.writer.put("PONG", {"busy_ms": self.worker.busy_ms}, urgent=True)
+
+    def on_error(self, frame: wire.Frame) -> None:
+        log.error("coordinator: %s: %s", frame.payload["code"], frame.payload["message"])
+
+    def on_measure(self, frame: wire.Frame) -> None:
+        payload = frame.payload
+        try:
+            config = qwen.Config.from_wire(payload["config"])
+        except ValueError as error:
+            raise self.bad(f"MEASURE: {error}") from None
+        weights = qwen.WeightFormat(payload["quant"], payload["group_size"], payload["compute_dtype"])
+
+        def measure():
+            try:
+                self.writer.put("MEASURED", self.worker.measure(config, weights))
+            except (RuntimeError, MemoryError) as error:
+                log.error("measuring failed: %s", error)
+                self.writer.put("ERROR", {"code": "measure_failed", "message": str(error)[:1000]}, urgent=True)
+
+        self.submit(measure)
+
+    def on_assignment(self, frame: wire.Frame) -> None:
+        if frame.epoch is None or frame.epoch <= self.epoch:
+            raise self.bad(f"ASSIGNMENT of epoch {frame.epoch} after epoch {self.epoch}")
+        try:
+            assignment = Assignment(frame.payload, frame.epoch)
+        except ValueError as error:
+            raise self.bad(f"ASSIGNMENT: {error}") from None
+        self.assignment = assignment
+        self.arrivals, self.waiting_in_layer, self.received_bytes = {}, {}, 0
+        log.info(
+            "epoch %d: layers %d..%d of %s, %s",
+            assignment.epoch, assignment.start, assignment.end - 1, assignment.model_id, gib(assignment.total_bytes),
+        )  # fmt: skip
+        self.submit(lambda: self._allocate(assignment))
+
+    def _allocate(self, assignment: Assignment) -> None:
+        """(worker) Makes the empty stage, then asks for its weights."""
+        if self._is_stale(assignment):
+            return
+        self.worker.stage = None
+        have = free_memory_bytes(self.worker.device)
+        if self.max_memory_bytes is not None:
+            have = self.max_memory_bytes if have is None else min(have, self.max_memory_bytes)
+        if have is not None and assignment.need_bytes > have:
+            self._load_failed(assignment, None, have)
+            return
+        try:
+            self.worker.kernel_choice(assignment.config, assignment.weights)
+            stage = qwen.Stage(
+                assignment.config, assignment.start, assignment.end, assignment.weights,
+                assignment.slots, assignment.max_context, self.worker.device,
+            )  # fmt: skip
+            arrivals = {
+                name: self._arrival(place)
+                for layer in stage.layers.values()
+                for name, place in layer.destinations.items()
+            }
+        except (RuntimeError, MemoryError) as error:
+            self._load_failed(assignment, error, have)
+            return
+        self.worker.stage = stage
+        self.waiting_in_layer = {i: len(layer.destinations) for i, layer in stage.layers.items()}
+        self.arrivals = arrivals
+        self.writer.put("WEIGHTS_WANTED", {"names": list(arrivals)}, epoch=assignment.epoch)
+
+    def _arrival(self, place: torch.Tensor) -> Arrival:
+        if place.device.type == "cpu":
+            return Arrival(wire.tensor_buffer(place), None)
+        staging = torch.empty(place.shape, dtype=place.dtype)
+        return Arrival(wire.tensor_buffer(staging), staging)
+
+    def on_weight_chunk(self, frame: wire.Frame) -> None:
+        payload = frame.payload
+        name = payload["tensor_name"]
+        arrival = self.arrivals[name]  # place() has checked that it is there and that this chunk is the next one
+        arrival.digest.update(frame.raw)
+        arrival.chunks += 1
+        arrival.received += frame.raw.nbytes
+        self.received_bytes += frame.raw.nbytes
+        if arrival.chunks < payload["chunk_count"]:
+            return
+        if payload["sha256"] != arrival.digest.digest():
+            raise self.bad(f"tensor {name!r} arrived damaged: its SHA-256 differs")
+        del self.arrivals[name]
+        assignment = self.assignment
+        self.submit(lambda: self._tensor_arrived(assignment, name, arrival))
+
+    def _tensor_arrived(self, assignment: Assignment, name: str, arrival: Arrival) -> None:
+        """(worker) Moves a staged tensor to the device; packs a layer as soon as it is complete."""
+        if self._is_stale(assignment):
+            return
+        layer_index = int(name.split(".")[2])  # model.layers.<i>....
+        layer = self.worker.stage.layers[layer_index]
+        try:
+            if arrival.staging is not None:
+                layer.destinations[name].copy_(arrival.staging)
+            self.waiting_in_layer[layer_index] -= 1
+            if self.waiting_in_layer[layer_index] == 0:
+                layer.prepare(self.worker.kernel_choice(assignment.config, assignment.weights))
+        except (RuntimeError, MemoryError) as error:
+            self._load_failed(assignment, error, free_memory_bytes(self.worker.device))
+
+    def on_weights_complete(self, frame: wire.Frame) -> None:
+        if self.arrivals:
+            raise self.bad(f"WEIGHTS_COMPLETE, but {len(self.arrivals)} tensors have not arrived")
+        assignment = self.assignment
+        received = self.received_bytes
+
+        def report():
+            stage = self.worker.stage
+            if self._is_stale(assignment) or stage is None:
+                return
+            log.info("epoch %d: loaded, %s in memory", assignment.epoch, gib(stage.weight_nbytes))
+            sizes = {
+                "weight_bytes": assignment.total_bytes,
+                "packed_bytes": stage.weight_nbytes,
+                "cached_bytes": 0,
+                "received_bytes": received,
+            }
+            self.writer.put("LOAD_COMPLETE", sizes, epoch=assignment.epoch)
+
+        self.submit(report)
+
+    def on_run(self, frame: wire.Frame) -> None:
+        assignment, payload = self.assignment, frame.payload
+        if assignment is None:
+            raise self.bad(f"{frame.type} before any ASSIGNMENT")
+        self.waiting_passes += 1
+        if self.waiting_passes > MAX_WAITING_PASSES:
+            raise self.bad(f"more than {MAX_WAITING_PASSES} passes are waiting")
+
+        def run():
+            self.waiting_passes -= 1
+            if not self._is_stale(assignment):
+                self._run(assignment, frame.type, frame.request_id, payload, frame.raw)
+
+        self.submit(run)
+
+    def _run(self, assignment: Assignment, kind: str, request_id: int, payload: dict, raw) -> None:
+        """(worker) One pass through the stage; answers HIDDEN_STATE or INFERENCE_ERROR."""
+        hidden_size = assignment.config.hidden_size
+        try:
+            stage = self.worker.stage
+            if stage is None or any(layer.destinations for layer in stage.layers.values()):
+                raise qwen.InvalidPass("the weights are not loaded")
+            rows = len(payload["slots"])
+            hidden_states = wire.unpack_hidden_states(raw, rows, hidden_size, assignment.wire_dtype)
+            output = stage.run(hidden_states, payload["slots"], payload["positions"], payload["keep"])
+        except qwen.InvalidPass as error:
+            self._inference_error(assignment, request_id, "invalid_pass", str(error))
+            return
+        except (RuntimeError, MemoryError) as error:
+            code = "out_of_memory" if is_out_of_memory(error) else "compute_failed"
+            have = gib(free_memory_bytes(self.worker.device))
+            self._inference_error(assignment, request_id, code, f"{error} (free: {have})")
+            return
+        rows = output.shape[0]
+        shape = [rows, 1, hidden_size] if kind == "RUN_DECODE" else [1, rows, hidden_size]
+        raw = wire.pack_hidden_states(output, assignment.wire_dtype) if rows else None
+        answer = {"shape": shape, "dtype": assignment.wire_dtype}
+        self.writer.put("HIDDEN_STATE", answer, raw=raw, request_id=request_id, epoch=assignment.epoch)
+
+    def on_clear_cache(self, frame: wire.Frame) -> None:
+        self._on_stage(lambda stage: stage.clear(frame.payload["slots"]))
+
+    def on_copy_cache(self, frame: wire.Frame) -> None:
+        payload = frame.payload
+        self._on_stage(lambda stage: stage.copy(payload["from_slot"], payload["to_slot"], payload["length"]))
+
+    def _on_stage(self, change) -> None:
+        assignment = self.assignment
+
+        def apply():
+            if self._is_stale(assignment) or self.worker.stage is None:
+                return
+            try:
+                change(self.worker.stage)
+            except (qwen.InvalidPass, RuntimeError, MemoryError) as error:
+                self._inference_error(assignment, NO_PASS, "cache", str(error))
+
+        self.submit(apply)
+
+    # -- (worker) ends -------------------------------------------------------------------------------------------------
+
+    def _is_stale(self, assignment: Assignment | None) -> bool:
+        return assignment is not self.assignment
+
+    def _inference_error(self, assignment: Assignment, request_id: int, code: str, message: str) -> None:
+        log.error("pass %s: %s: %s", request_id, code, message)
+        payload = {"code": code, "message": message[:1000]}
+        self.writer.put("INFERENCE_ERROR", payload, request_id=request_id, epoch=assignment.epoch)
+
+    def _load_failed(self, assignment: Assignment, error: BaseException | None, have: int | None) -> None:
+        need = assignment.need_bytes
+        if error is None or is_out_of_memory(error):
+            reason = f"not enough memory on {self.worker.device}: need {gib(need)} for weights, have {gib(have)}"
+        else:
+            reason = f"{type(error).__name__}: {error}"
+        log.error("%s", reason)
+        self.worker.stage = None
+        payload = {"reason": reason[:1000], "need_bytes": need, "have_bytes": have}
+        self.writer.put("LOAD_FAILED", payload, epoch=assignment.epoch)
+
+    def _drop_stage(self) -> None:
+        self.worker.stage = None
+        if self.worker.device.type == "cuda":
+            torch.cuda.empty_cache()
+        elif self.worker.device.type == "mps":
+            torch.mps.empty_cache()
+
+
+class ProgressLine:
+    """Shows loading progress of the present session, one line a second while weights arrive."""
+
+    def __init__(self):
+        self.session: Session | None = None
+        threading.Thread(target=self._run, name="progress", daemon=True).start()
+
+    def _run(self) -> None:
+        last = (None, 0)
+        while True:
+            time.sleep(1.0)
+            session = self.session
+            assignment = session.assignment if session else None
+            if assignment is None or not session.arrivals:
+                last = (None, 0)
+                continue
+            received = session.received_bytes
+            rate = received - last[1] if last[0] is assignment else received
+            last = (assignment, received)
+            left = (assignment.total_bytes - received) / rate if rate else float("inf")
+            log.info(
+                "loading layers %d..%d: %3.0f %%  %.1f of %.1f MB  %.1f MB/s  %.0f s left",
+                assignment.start, assignment.end - 1, 100 * received / assignment.total_bytes,
+                received / 1e6, assignment.total_bytes / 1e6, rate / 1e6, left,
+            )  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Staying connected
+# ----------------------------------------------------------------------------------------------------------------------
+
+# What to check, by the errno name of a failed connect.
+CONNECT_HINTS = {
+    "ECONNREFUSED": "nothing listens there: is the coordinator running, and is --port its --node-port?",
+    "ETIMEDOUT": "no answer: wrong address, or a firewall drops the packets (allow the node port on the coordinator)",
+    "EHOSTUNREACH": "no route: same network? On macOS allow Local Network access for the terminal in System Settings > "
+    "Privacy; on WSL use the Windows machine's address",
+    "ENETUNREACH": "this machine has no route to that network",
+}
+
+
+def connect_hint(error: OSError) -> str:
+    """One line on why a connection could not be made and what to check."""
+    import errno
+
+    if isinstance(error, socket.gaierror):
+        return f"the name cannot be resolved ({error.strerror}): check --host"
+    name = "ETIMEDOUT" if isinstance(error, TimeoutError) else errno.errorcode.get(error.errno or 0, "")
+    return CONNECT_HINTS.get(name, error.strerror or str(error))
+
+
+class Node:
+    """The node's life: connect, serve, and start again when the connection ends."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.host, self.port = args.host, args.port
+        self.device = choose_device(args.device)
+        self.work_dir = Path(args.work_dir).expanduser()
+        hostname = (socket.gethostname() or "node").split(".")[0]
+        self.hostname = hostname
+        if args.node_id:
+            self.node_id, self.id_lock = args.node_id, None
+        else:
+            self.node_id, self.id_lock = claim_node_id(self.work_dir, hostname)
+        self.instance = uuid.uuid4().int >> 65  # 63 bits: tells this process from an earlier one of the same id
+        self.max_memory_bytes = None if args.max_memory_gb is None else int(args.max_memory_gb * GIB)
+        self.key = wire.token_key(args.token) if args.token else None
+        self.worker = Worker(self.device)
+        self.joined_at: float | None = None
+        self.progress = ProgressLine()
+
+    def hello(self) -> dict:
+        """The payload of HELLO, without the nonce and version that the handshake adds."""
+        return {
+            "node_id": self.node_id,
+            "instance": self.instance,
+            "hostname": self.hostname,
+            "python_version": platform.python_version(),
+            "torch_version": str(torch.__version__),
+            "platform": platform.platform(),
+            "devices": describe_devices(),
+            "selected_device": str(self.device),
+            "max_memory_bytes": self.max_memory_bytes,
+        }
+
+    def run(self) -> int:
+        """Serves for ever; returns an exit code only when the coordinator refuses this node for good."""
+        self.worker.start()
+        place = f"{self.host} port {self.port}"
+        log.info("node %s on %s, looking for the coordinator at %s", self.node_id, self.device, place)
+        delay, reported, reported_at = FIRST_RETRY_S, "", 0.0
+        while True:
+            try:
+                self.serve_once()
+            except wire.Refused as refusal:
+                if refusal.code in ("token", "version"):
+                    log.error("refused by the coordinator: %s", refusal.message)
+                    return EXIT_REFUSED
+                what = f"refused for now: {refusal.message}"
+            except (wire.PeerClosed, wire.PeerSilent, wire.BadFrame) as error:
+                what = str(error)
+            except OSError as error:
+                what = f"cannot reach {self.host} port {self.port}: {connect_hint(error)}"
+            now = time.monotonic()
+            if self.joined_at is not None and now - self.joined_at > LONGEST_RETRY_S:
+                delay = FIRST_RETRY_S  # it worked for a while, so this is a new trouble
+            if what != reported or now - reported_at > REMIND_S:
+                log.warning("%s; trying again until it works", what)
+                reported, reported_at = what, now
+            time.sleep(delay * random.uniform(0.7, 1.0))
+            delay = min(LONGEST_RETRY_S, delay * 2)
+
+    def serve_once(self) -> None:
+        """One connection from connect to end; raises what ended it."""
+        self.joined_at = None
+        sock = socket.create_connection((self.host, self.port), timeout=CONNECT_TIMEOUT_S)
+        connection = wire.Connection(sock, f"coordinator {self.host}:{self.port}", "node")
+        try:
+            ack = wire.node_handshake(connection, self.hello(), self.key)
+        except BaseException:
+            connection.close()
+            raise
+        self.joined_at = time.monotonic()
+        log.info("joined the cluster at %s port %d as %s", self.host, self.port, self.node_id)
+        session = Session(connection, self.worker, ack["heartbeat_s"], self.max_memory_bytes)
+        self.progress.session = session
+        session.serve()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Command line
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class OneLineFormatter(logging.Formatter):
+    """Log records as single lines; control characters from peers cannot forge others."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def read_token(token: str | None, token_file: str | None) -> str | None:
+    """--token, else --token-file, else the environment's TRUECLUSTER_TOKEN; None means no token."""
+    if token and token_file:
+        raise UsageError("give --token or --token-file, not both")
+    if token_file:
+        try:
+            token = Path(token_file).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"cannot read --token-file {token_file}: {error}") from None
+        if not token:
+            raise UsageError(f"--token-file {token_file} is empty")
+    return token or os.environ.get("TRUECLUSTER_TOKEN") or None
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="A TrueCluster node: connects to a coordinator and computes the layers it is given."
+    )
+    parser.add_argument("--host", "--cluster-host", required=True, help="the coordinator's name or address")
+    parser.add_argument("--port", "--cluster-port", type=int, default=7001, help="the coordinator's --node-port (7001)")
+    parser.add_argument("--device", default="auto", help="auto, cuda, cuda:0, mps or cpu (auto: the fastest here)")
+    parser.add_argument("--node-id", help="default: the host name and a number")
+    parser.add_argument("--work-dir", default="~/.cache/truecluster", help="where lock files and cached weights go")
+    parser.add_argument("--max-memory-gb", type=float, help="use at most so many GiB (default: what is free)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    parser.add_argument("--token", help="the cluster's secret; better in TRUECLUSTER_TOKEN or --token-file")
+    parser.add_argument("--token-file", help="a file that holds the cluster's secret")
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)  # set by --local-nodes
+    args = parser.parse_args(argv)
+    if not 0 < args.port < 65536:
+        raise UsageError(f"--port {args.port}: a port is between 1 and 65535")
+    if args.threads is not None and args.threads < 1:
+        raise UsageError(f"--threads {args.threads}: at least 1")
+    if args.max_memory_gb is not None and not 0 < args.max_memory_gb < float("inf"):
+        raise UsageError(f"--max-memory-gb {args.max_memory_gb}: must be above 0")
+    if args.node_id is not None and not (0 < len(args.node_id) <= 128 and args.node_id.isprintable()):
+        raise UsageError("--node-id: 1 to 128 printable characters")
+    args.token = read_token(args.token, args.token_file)
+    return args
+
+
+def end_with_stdin() -> None:
+    """Ends this process when the parent does, however it ends: its end of our standard input closes."""
+
+    def watch():
+        while sys.stdin.buffer.read(1):
+            pass
+        os._exit(EXIT_OK)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def main(argv: list[str] | None = None) -> int:
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLineFormatter("%(asctime)s node %(levelname)s %(message)s", "%H:%M:%S"))
+    log.addHandler(handler)
+    try:
+        args = parse_args(argv)
+        log.setLevel(args.log_level.upper())
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        if args.end_with_stdin:
+            end_with_stdin()
+        if hasattr(signal, "SIGTERM"):
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_OK))
+        return Node(args).run()
+    except UsageError as error:
+        print(f"node.py: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        log.info("ended by the user")
+        return EXIT_OK
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)  # the worker may be deep in a kernel; nothing is left to save

@@ -1,0 +1,483 @@
+"""node.py: one session against a scripted coordinator in this process, and the program as a process of its own."""
+
+import hashlib
+import queue
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from cluster import ROOT, Program, environment
+
+import node
+import qwen
+import wire
+
+CONFIG = qwen.Config(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=64,
+    tie_word_embeddings=True, layer_types=("full_attention",) * 3,
+)  # fmt: skip
+FP32 = qwen.WeightFormat("fp16", 64, "fp32")
+PEER = "coordinator under test"
+
+
+def assignment(start: int, end: int, **changes) -> dict:
+    """A valid ASSIGNMENT for layers [start, end) of CONFIG in fp32."""
+    tensors = qwen.stored_tensors(CONFIG, start, end, FP32)
+    manifest = [
+        {"tensor_name": t.name, "dtype": t.dtype, "shape": list(t.shape), "nbytes": t.nbytes, "key": "0" * 64}
+        for t in tensors
+    ]
+    payload = {
+        "model_id": "tiny", "architecture": "Qwen2ForCausalLM", "quant": "fp16", "group_size": 64,
+        "compute_dtype": "fp32", "wire_dtype": "fp32", "layer_start": start, "layer_end_exclusive": end,
+        "config": CONFIG.to_wire(), "slots": 2, "max_context": 16, "manifest": manifest,
+        "tensor_count": len(manifest), "total_weight_bytes": sum(t.nbytes for t in tensors), **changes,
+    }  # fmt: skip
+    return payload
+
+
+def random_weights(start: int, end: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        t.name: torch.randn(t.shape, generator=generator) * 0.3 for t in qwen.stored_tensors(CONFIG, start, end, FP32)
+    }
+
+
+def reference_stage(start: int, end: int, weights: dict[str, torch.Tensor]) -> qwen.Stage:
+    stage = qwen.Stage(CONFIG, start, end, FP32, 2, 16, "cpu")
+    for layer in stage.layers.values():
+        for name, place in layer.destinations.items():
+            place.copy_(weights[name])
+        layer.prepare(
+            node.quant.choose_kernels(list(qwen.merged_linear_shapes(CONFIG).values()), "fp16", 64, "fp32", "cpu")
+        )
+    return stage
+
+
+class ScriptedCoordinator:
+    """The coordinator's end of a connection whose other end is a node.Session."""
+
+    def __init__(self, max_memory_bytes=None):
+        ours, theirs = socket.socketpair()
+        self.link = wire.Connection(ours, "node under test", "coordinator")
+        node_side = wire.Connection(theirs, PEER, "node")
+        self.link.accepted()
+        node_side.accepted()
+        self.worker = node.Worker(torch.device("cpu"))
+        self.worker.start()
+        self.session = node.Session(node_side, self.worker, 60.0, max_memory_bytes)
+        self.ended: queue.Queue = queue.Queue()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        try:
+            self.session.serve()
+        except (wire.BadFrame, wire.PeerClosed, wire.PeerSilent) as error:
+            self.ended.put(error)
+
+    def bad_frame(self) -> str:
+        """The BadFrame that ended the session."""
+        error = self.ended.get(timeout=30)
+        assert isinstance(error, wire.BadFrame), error
+        assert str(error).startswith(PEER)
+        return str(error)
+
+    def receive(self, type: str) -> wire.Frame:
+        frame = self.link.recv(lambda frame, nbytes: memoryview(bytearray(nbytes)))
+        assert frame.type == type, frame
+        return frame
+
+    def assign(self, epoch: int = 1, start: int = 0, end: int = 2, **changes) -> list[str]:
+        self.link.send("ASSIGNMENT", assignment(start, end, **changes), epoch=epoch)
+        return self.receive("WEIGHTS_WANTED").payload["names"]
+
+    def send_tensor(self, name: str, data: memoryview, epoch: int = 1, **changes) -> None:
+        payload = {
+            "tensor_name": name, "chunk_index": 0, "chunk_count": 1, "offset": 0,
+            "sha256": hashlib.sha256(data).digest(), **changes,
+        }  # fmt: skip
+        self.link.send("WEIGHT_CHUNK", payload, raw=data, epoch=epoch)
+
+    def load(self, epoch: int = 1, start: int = 0, end: int = 2, seed: int = 0) -> wire.Frame:
+        weights = random_weights(start, end, seed)
+        for name in self.assign(epoch, start, end):
+            self.send_tensor(name, wire.tensor_buffer(weights[name]), epoch)
+        total = sum(t.nbytes for t in weights.values())
+        self.link.send("WEIGHTS_COMPLETE", {"tensor_count": len(weights), "total_weight_bytes": total}, epoch=epoch)
+        return self.receive("LOAD_COMPLETE")
+
+    def run(self, hidden_states, slots, positions, keep, epoch=1, request_id=7, kind="RUN_PREFILL", **changes) -> None:
+        rows, size = hidden_states.shape
+        shape = [1, rows, size] if kind == "RUN_PREFILL" else [rows, 1, size]
+        payload = {"slots": slots, "positions": positions, "keep": keep, "shape": shape, "dtype": "fp32", **changes}
+        raw = wire.pack_hidden_states(hidden_states, "fp32")
+        self.link.send(kind, payload, raw=raw, request_id=request_id, epoch=epoch)
+
+
+@pytest.fixture
+def peer():
+    scripted = ScriptedCoordinator()
+    yield scripted
+    scripted.link.close()
+
+
+def hidden(rows: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(rows, CONFIG.hidden_size, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_session_loads_and_runs_what_the_stage_alone_computes(peer):
+    loaded = peer.load(seed=3)
+    assert loaded.payload["received_bytes"] == loaded.payload["weight_bytes"]
+    stage = reference_stage(0, 2, random_weights(0, 2, seed=3))
+    x = hidden(5)
+    peer.run(x, [0] * 5, [0, 1, 2, 3, 4], keep=2)
+    answer = peer.receive("HIDDEN_STATE")
+    assert (answer.request_id, answer.epoch, answer.payload["shape"]) == (7, 1, [1, 2, 32])
+    got = wire.unpack_hidden_states(answer.raw, 2, 32, "fp32")
+    with torch.inference_mode():
+        torch.testing.assert_close(got, stage.run(x, [0] * 5, [0, 1, 2, 3, 4], 2))
+        peer.run(x[:2], [1, 0], [0, 5], keep=1, kind="RUN_DECODE", request_id=8)
+        answer = peer.receive("HIDDEN_STATE")
+        got = wire.unpack_hidden_states(answer.raw, 2, 32, "fp32")
+        torch.testing.assert_close(got, stage.run(x[:2], [1, 0], [0, 5], 1))
+
+
+def test_keep_0_is_acknowledged_without_data(peer):
+    peer.load()
+    peer.run(hidden(3), [0] * 3, [0, 1, 2], keep=0)
+    answer = peer.receive("HIDDEN_STATE")
+    assert answer.payload["shape"] == [1, 0, 32] and answer.raw is None
+
+
+def test_a_position_past_the_end_is_an_error_and_the_next_pass_works(peer):
+    peer.load()
+    peer.run(hidden(1), [0], [3], keep=1)
+    error = peer.receive("INFERENCE_ERROR")
+    assert (
+        error.request_id == 7 and error.payload["code"] == "invalid_pass" and "position 3" in error.payload["message"]
+    )
+    peer.run(hidden(1), [0], [0], keep=1, request_id=9)
+    assert peer.receive("HIDDEN_STATE").request_id == 9
+
+
+@pytest.mark.parametrize("slots, positions", [([0, 1, 0], [0, 0, 1]), ([0, 0, 0], [0, 2, 3]), ([5, 5, 5], [0, 1, 2])])
+def test_rows_that_cannot_be_run_are_an_error(peer, slots, positions):
+    peer.load()
+    peer.run(hidden(3), slots, positions, keep=1)
+    assert peer.receive("INFERENCE_ERROR").payload["code"] == "invalid_pass"
+
+
+def test_the_cache_ends_at_max_context(peer):
+    peer.load()
+    peer.run(hidden(16), [0] * 16, list(range(16)), keep=1)
+    peer.receive("HIDDEN_STATE")
+    peer.run(hidden(1), [0], [16], keep=1)
+    assert "max_context 16" in peer.receive("INFERENCE_ERROR").payload["message"]
+
+
+def test_copied_and_cleared_caches(peer):
+    peer.load()
+    stage = reference_stage(0, 2, random_weights(0, 2))
+    x = hidden(4)
+    peer.run(x, [0] * 4, [0, 1, 2, 3], keep=0)
+    peer.receive("HIDDEN_STATE")
+    peer.link.send("COPY_CACHE", {"from_slot": 0, "to_slot": 1, "length": 3}, epoch=1)
+    peer.run(x[3:], [1], [3], keep=1)
+    got = wire.unpack_hidden_states(peer.receive("HIDDEN_STATE").raw, 1, 32, "fp32")
+    with torch.inference_mode():
+        torch.testing.assert_close(got, stage.run(x, [0] * 4, [0, 1, 2, 3], 1))
+    peer.link.send("CLEAR_CACHE", {"slots": [1]}, epoch=1)
+    peer.run(x[3:], [1], [3], keep=1)
+    assert peer.receive("INFERENCE_ERROR").payload["code"] == "invalid_pass"
+    peer.link.send("COPY_CACHE", {"from_slot": 1, "to_slot": 0, "length": 2}, epoch=1)
+    assert peer.receive("INFERENCE_ERROR").payload["code"] == "cache"
+
+
+def test_frames_of_an_older_epoch_are_dropped_and_the_new_plan_starts_empty(peer):
+    peer.load(epoch=1)
+    peer.run(hidden(2), [0, 0], [0, 1], keep=1)
+    peer.receive("HIDDEN_STATE")
+    peer.load(epoch=5, start=1, end=3, seed=9)
+    peer.run(hidden(2), [0, 0], [0, 1], keep=1, epoch=1)  # read to its end, not answered
+    peer.send_tensor("model.layers.0.input_layernorm.weight", memoryview(bytes(128)), epoch=1)
+    peer.run(hidden(1), [0], [2], keep=1, epoch=5, request_id=11)
+    error = peer.receive("INFERENCE_ERROR")  # the slot was emptied by the new ASSIGNMENT
+    assert (error.request_id, error.payload["code"]) == (11, "invalid_pass")
+    assert peer.session.dropped_frames == 2
+
+
+def test_too_little_memory_is_reported_with_need_and_have():
+    peer = ScriptedCoordinator(max_memory_bytes=1000)
+    peer.link.send("ASSIGNMENT", assignment(0, 2), epoch=1)
+    failed = peer.receive("LOAD_FAILED")
+    assert failed.payload["have_bytes"] == 1000
+    assert failed.payload["need_bytes"] == assignment(0, 2)["total_weight_bytes"]
+    assert "not enough memory on cpu" in failed.payload["reason"]
+    peer.link.close()
+
+
+def test_measure_reports_times_and_kernels(peer):
+    payload = {"config": CONFIG.to_wire(), "quant": "int8", "group_size": 64, "compute_dtype": "fp16"}
+    peer.link.send("MEASURE", payload)
+    measured = peer.receive("MEASURED").payload
+    assert all(measured["layer_ms"][rows] > 0 for rows in ("1", "8", "64"))
+    assert {"few", "many"} <= set(measured["kernels"])
+
+
+def test_ping_is_answered_while_the_worker_computes(peer):
+    release = threading.Event()
+    started = threading.Event()
+
+    def long_job():
+        started.set()
+        release.wait(30)
+
+    peer.session.submit(long_job)
+    started.wait(30)
+    peer.link.send("PING", {})
+    assert peer.receive("PONG").payload["busy_ms"] >= 0
+    assert not release.is_set()
+    release.set()
+
+
+def test_a_bug_in_a_job_ends_the_connection_and_not_the_worker(peer):
+    peer.session.submit(lambda: 1 // 0)
+    with pytest.raises(wire.PeerClosed):
+        peer.link.recv()
+    done = threading.Event()
+    peer.worker.jobs.put(done.set)
+    assert done.wait(30)
+
+
+# What a hostile or broken coordinator may send. {name: (what to do, what the BadFrame says)}
+def _manifest_without_a_tensor(peer):
+    payload = assignment(0, 2)
+    payload["total_weight_bytes"] -= payload["manifest"].pop()["nbytes"]
+    payload["tensor_count"] -= 1
+    peer.link.send("ASSIGNMENT", payload, epoch=1)
+
+
+def _manifest_with_a_foreign_tensor(peer):
+    payload = assignment(0, 2)
+    payload["manifest"][0]["tensor_name"] = "../../etc/passwd"
+    peer.link.send("ASSIGNMENT", payload, epoch=1)
+
+
+def _config_of_another_kind(peer):
+    peer.link.send("ASSIGNMENT", assignment(0, 2, config={"hidden_size": 32}), epoch=1)
+
+
+def _layers_beyond_the_model(peer):
+    peer.link.send("ASSIGNMENT", assignment(0, 2, layer_start=2, layer_end_exclusive=9), epoch=1)
+
+
+def _chunk_outside_the_manifest(peer):
+    peer.assign()
+    peer.send_tensor("model.layers.2.input_layernorm.weight", memoryview(bytes(128)))
+
+
+def _chunk_that_is_too_long(peer):
+    peer.assign()
+    peer.send_tensor("model.layers.0.input_layernorm.weight", memoryview(bytes(132)))
+
+
+def _chunk_that_ends_too_early(peer):
+    peer.assign()
+    peer.send_tensor("model.layers.0.input_layernorm.weight", memoryview(bytes(64)))
+
+
+def _chunk_twice(peer):
+    peer.assign()
+    for _ in range(2):
+        peer.send_tensor("model.layers.0.input_layernorm.weight", memoryview(bytes(128)))
+
+
+def _chunk_out_of_order(peer):
+    peer.assign()
+    changes = {"chunk_index": 1, "chunk_count": 2, "offset": 64}
+    peer.send_tensor("model.layers.0.input_layernorm.weight", memoryview(bytes(64)), **changes)
+
+
+def _damaged_chunk(peer):
+    peer.assign()
+    peer.send_tensor("model.layers.0.input_layernorm.weight", memoryview(bytes(128)), sha256=bytes(32))
+
+
+def _complete_too_early(peer):
+    peer.assign()
+    peer.link.send("WEIGHTS_COMPLETE", {"tensor_count": 0, "total_weight_bytes": 0}, epoch=1)
+
+
+def _run_before_assignment(peer):
+    peer.run(hidden(1), [0], [0], keep=1, epoch=1)
+
+
+def _run_of_a_newer_epoch(peer):
+    peer.load()
+    peer.run(hidden(1), [0], [0], keep=1, epoch=2)
+
+
+def _run_with_another_hidden_size(peer):
+    peer.load()
+    peer.run(torch.zeros(1, 31), [0], [0], keep=1)
+
+
+def _run_with_another_dtype(peer):
+    peer.load()
+    raw = wire.pack_hidden_states(hidden(1), "bf16")
+    payload = {"slots": [0], "positions": [0], "keep": 1, "shape": [1, 1, 32], "dtype": "bf16"}
+    peer.link.send("RUN_PREFILL", payload, raw=raw, request_id=1, epoch=1)
+
+
+def _too_many_rows(peer):
+    peer.load()
+    peer.run(hidden(17), [0] * 17, list(range(17)), keep=1)
+
+
+def _assignment_of_an_old_epoch(peer):
+    peer.load(epoch=2)
+    peer.link.send("ASSIGNMENT", assignment(0, 2), epoch=2)
+
+
+HOSTILE = {
+    _manifest_without_a_tensor: "the manifest has",
+    _manifest_with_a_foreign_tensor: "first difference",
+    _config_of_another_kind: "config fields differ",
+    _layers_beyond_the_model: r"layers \[2, 9\) of 3",
+    _chunk_outside_the_manifest: "is not expected",
+    _chunk_that_is_too_long: "does not follow",
+    _chunk_that_ends_too_early: "does not follow",
+    _chunk_twice: "is not expected",
+    _chunk_out_of_order: "does not follow",
+    _damaged_chunk: "arrived damaged",
+    _complete_too_early: "have not arrived",
+    _run_before_assignment: "before any ASSIGNMENT|epoch 1, but epoch 0",
+    _run_of_a_newer_epoch: "epoch 2, but epoch 1",
+    _run_with_another_hidden_size: "hidden states of size 31",
+    _run_with_another_dtype: "in bf16",
+    _too_many_rows: "17 rows in one pass",
+    _assignment_of_an_old_epoch: "after epoch 2",
+}
+
+
+@pytest.mark.parametrize("attack", HOSTILE, ids=lambda attack: attack.__name__.strip("_"))
+def test_what_does_not_fit_the_assignment_is_a_bad_frame(peer, attack):
+    attack(peer)
+    message = peer.bad_frame()
+    assert re.search(HOSTILE[attack], message), message
+
+
+# ----------------------------------------------------------------------------
+# The program
+# ----------------------------------------------------------------------------
+
+
+def start_node(*flags: str, cwd=ROOT, **env: str) -> Program:
+    return Program([sys.executable, str(cwd / "node.py"), *flags], env=environment(**env), cwd=cwd)
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--host", "127.0.0.1", "--device", "tpu"], "--device tpu is not available here; available: auto, cpu"),
+        (["--host", "127.0.0.1", "--port", "70000"], "--port 70000"),
+        (["--host", "127.0.0.1", "--threads", "0"], "--threads 0"),
+        (["--host", "127.0.0.1", "--max-memory-gb", "-1"], "--max-memory-gb"),
+        (["--host", "127.0.0.1", "--token-file", "/nowhere"], "--token-file /nowhere"),
+        (["--host", "127.0.0.1", "--work-dir", "/proc/nowhere"], "--work-dir /proc/nowhere is not writable"),
+    ],
+)
+def test_wrong_flags_end_in_one_line(flags, says):
+    program = start_node(*flags)
+    assert program.wait() == node.EXIT_USAGE
+    assert len(program.lines) == 1 and program.lines[0].startswith("node.py: ") and says in program.lines[0]
+
+
+def test_a_closed_port_is_named_with_what_to_check_and_tried_again(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    program = start_node("--host", "127.0.0.1", "--port", str(port), "--work-dir", str(tmp_path))
+    program.wait_for(rf"cannot reach 127.0.0.1 port {port}: nothing listens there.*--node-port")
+    with socket.create_server(("127.0.0.1", port)) as server:
+        server.settimeout(60)
+        server.accept()[0].close()
+    program.kill()
+
+
+def test_a_wrong_host_is_named(tmp_path):
+    program = start_node("--host", "no-such-host.invalid", "--work-dir", str(tmp_path))
+    program.wait_for(r"cannot reach no-such-host.invalid port 7001: the name cannot be resolved.*check --host")
+    program.kill()
+
+
+def _answer_one_node(server: socket.socket, key: bytes | None) -> None:
+    connection = wire.Connection(server.accept()[0], "node", "coordinator")
+    with pytest.raises((wire.BadFrame, wire.PeerClosed, wire.Refused)):
+        wire.coordinator_handshake(connection, key, 2.0, lambda hello: None)
+    connection.close()
+
+
+@pytest.mark.parametrize("ours, theirs", [("right", "wrong"), ("right", None), (None, "wrong")])
+def test_a_wrong_token_ends_the_node(tmp_path, ours, theirs):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        env = {"TRUECLUSTER_TOKEN": theirs} if theirs else {}
+        flags = ["--host", "127.0.0.1", "--port", str(server.getsockname()[1]), "--work-dir", str(tmp_path)]
+        program = start_node(*flags, **env)
+        _answer_one_node(server, wire.token_key(ours) if ours else None)
+        assert program.wait(60) == node.EXIT_REFUSED
+    assert "token" in program.lines[-1] and "Traceback" not in program.output
+    assert "wrong" not in program.output.replace("wrong token", "")  # the token itself is never shown
+
+
+def test_another_protocol_version_ends_the_node(tmp_path, monkeypatch):
+    monkeypatch.setattr(wire, "PROTOCOL_VERSION", 99)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        flags = ["--host", "127.0.0.1", "--port", str(server.getsockname()[1]), "--work-dir", str(tmp_path)]
+        program = start_node(*flags)
+        _answer_one_node(server, None)
+        assert program.wait(60) == node.EXIT_REFUSED
+    assert "version 1" in program.output and "99" in program.output and "update" in program.output
+
+
+def test_two_nodes_on_one_machine_get_different_ids_and_a_restart_gets_its_own_back(tmp_path):
+    first, lock = node.claim_node_id(tmp_path, "box")
+    second, other = node.claim_node_id(tmp_path, "box")
+    assert (first, second) == ("box-0", "box-1")
+    lock.close()
+    assert node.claim_node_id(tmp_path, "box")[0] == "box-0"
+    other.close()
+
+
+NODE_FILES = ("node.py", "qwen.py", "quant.py", "wire.py")
+COORDINATOR_ONLY = ("tokenizers", "jinja2", "huggingface_hub", "safetensors", "transformers")
+
+
+def test_a_node_needs_its_four_files_and_three_packages(tmp_path, fp16_cluster):
+    folder, blocked = tmp_path / "node", tmp_path / "blocked"
+    folder.mkdir()
+    for name in NODE_FILES:
+        shutil.copy(ROOT / name, folder / name)
+    for package in COORDINATOR_ONLY:
+        (blocked / package).mkdir(parents=True)
+        (blocked / package / "__init__.py").write_text("raise ImportError('not on a node')\n")
+    check = subprocess.run(
+        [sys.executable, "-c", "import tokenizers"],
+        env=environment(PYTHONPATH=str(blocked)),
+        capture_output=True,
+        check=False,
+    )
+    assert check.returncode != 0, "the blocked packages can still be imported"
+    seen = len(fp16_cluster.coordinator.lines)
+    flags = ["--host", "127.0.0.1", "--port", str(fp16_cluster.node_port), "--work-dir", str(tmp_path / "work")]
+    program = start_node(*flags, "--node-id", "bare", cwd=folder, PYTHONPATH=str(blocked))
+    try:
+        program.wait_for("joined the cluster")
+        fp16_cluster.coordinator.wait_for(r"node bare: .* ms per layer and token", after=seen)
+    finally:
+        program.kill()
