@@ -1,0 +1,666 @@
+"""Planner against brute force, and cluster state by plain calls: no socket, no thread, no clock.
+
+Run: python -m pytest tests/test_coordinator_planner.py
+"""
+
+import itertools
+import random
+from types import SimpleNamespace
+
+import pytest
+
+import qwen
+from coordinator import (
+    FAILED_LOAD_PAUSE_S,
+    GIB,
+    HEADROOM,
+    RECOVERY_GRACE_S,
+    ClusterState,
+    ModelNeeds,
+    NodeOffer,
+    NodeRecord,
+    NodeState,
+    NoPlan,
+    estimate_required,
+    make_plan,
+    plan_table,
+)
+
+MB = 1 << 20
+
+
+class FakeNeeds:
+    """A model of any layers: sizes in bytes (twice as large on "cuda") and relative times per layer."""
+
+    def __init__(self, weights, caches=None, times=None, working=0):
+        self._weights = weights
+        self._caches = caches or [0] * len(weights)
+        self._times = times or [1.0] * len(weights)
+        self._working = working
+        self.layers, self.slots, self.max_context = len(weights), 4, 1000
+
+    def weight_bytes(self, i, device_type):
+        return self._weights[i] * (2 if device_type == "cuda" else 1)
+
+    def cache_bytes(self, i, device_type):
+        return self._caches[i]
+
+    def relative_time(self, i):
+        return self._times[i]
+
+    def working_bytes(self):
+        return self._working
+
+    def stage_bytes(self, start, end, device_type="cpu"):
+        return sum(self.weight_bytes(i, device_type) + self.cache_bytes(i, device_type) for i in range(start, end))
+
+
+def offers(*memories, layer_ms=1.0, link_ms=0.0):
+    return [NodeOffer(f"n{i}", "cpu", memory, layer_ms, link_ms) for i, memory in enumerate(memories)]
+
+
+def assert_tiles(plan, layers):
+    """Stages cover [0, layers) in order, each with a layer, each on a node of its own."""
+    position = 0
+    for stage in plan.stages:
+        assert stage.start == position < stage.end
+        position = stage.end
+    assert position == layers
+    assert len(set(plan.node_ids)) == len(plan.node_ids)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Planner
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def splits_by_brute_force(needs, nodes, stages):
+    """Every way to put all layers on exactly `stages` of the nodes, in their order: lists of (node, start, end)."""
+    for chosen in itertools.combinations(nodes, stages):
+        for cuts in itertools.combinations(range(1, needs.layers), stages - 1):
+            bounds = [0, *cuts, needs.layers]
+            split = list(zip(chosen, bounds, bounds[1:]))
+            if all(
+                node.memory_bytes is None
+                or int((needs.stage_bytes(a, b, node.device_type) + needs.working_bytes()) * 1.1) <= node.memory_bytes
+                for node, a, b in split
+            ):
+                yield split
+
+
+def cost_of(needs, split, cost):
+    if cost == "even":
+        return max(needs.stage_bytes(a, b, node.device_type) for node, a, b in split)
+    times = [sum(needs.relative_time(i) for i in range(a, b)) * node.layer_ms for node, a, b in split]
+    if cost == "throughput":
+        return max(times)
+    return sum(times) + sum(node.link_ms for node, _, _ in split)
+
+
+def random_case(seed):
+    chance = random.Random(seed)
+    layers = chance.randint(1, 7)
+    needs = FakeNeeds(
+        [chance.randint(1, 9) for _ in range(layers)],
+        [chance.randint(0, 4) for _ in range(layers)],
+        [chance.choice([0.5, 1.0, 2.5]) for _ in range(layers)],
+        working=chance.randint(0, 3),
+    )
+    total = needs.stage_bytes(0, layers)
+    nodes = [
+        NodeOffer(
+            f"n{i}",
+            chance.choice(["cpu", "cuda"]),
+            chance.choice([None, chance.randint(1, total + 6), chance.randint(1, 2 * total + 6)]),
+            chance.choice([0.3, 1.0, 4.0]),
+            chance.choice([0.0, 0.5, 6.0]),
+        )
+        for i in range(chance.randint(1, 4))
+    ]
+    return needs, nodes
+
+
+@pytest.mark.parametrize("cost", ["even", "throughput", "latency"])
+def test_costs_against_brute_force(cost):
+    """400 small models with layers that differ, on nodes that differ: the cost is the best one; nothing fits: NoPlan."""
+    fitted = 0
+    for seed in range(400):
+        needs, nodes = random_case(seed)
+        for required in range(1, len(nodes) + 1):
+            counts = range(1, required + 1) if cost == "latency" else [min(required, needs.layers)]
+            costs = [
+                cost_of(needs, split, cost)
+                for stages in counts
+                for split in splits_by_brute_force(needs, nodes, stages)
+            ]
+            if not costs:
+                with pytest.raises(NoPlan):
+                    make_plan(needs, nodes, cost, required, 1)
+                continue
+            fitted += 1
+            plan = make_plan(needs, nodes, cost, required, 1)
+            assert_tiles(plan, needs.layers)
+            by_id = {node.node_id: node for node in nodes}
+            split = [(by_id[stage.node_id], stage.start, stage.end) for stage in plan.stages]
+            assert len(split) in counts
+            assert split in list(splits_by_brute_force(needs, nodes, len(split)))
+            assert cost_of(needs, split, cost) == pytest.approx(min(costs)), (seed, required)
+    assert fitted > 300
+
+
+@pytest.mark.parametrize("cost", ["even", "throughput", "latency"])
+def test_without_a_required_number_the_fewest_nodes_that_fit(cost):
+    for seed in range(300):
+        needs, nodes = random_case(seed)
+        possible = [n for n in range(1, len(nodes) + 1) if any(splits_by_brute_force(needs, nodes, n))]
+        if not possible:
+            with pytest.raises(NoPlan):
+                make_plan(needs, nodes, cost, None, 1)
+            continue
+        plan = make_plan(needs, nodes, cost, None, 1)
+        assert len(plan.stages) == min(possible)
+        costs = [cost_of(needs, split, cost) for split in splits_by_brute_force(needs, nodes, min(possible))]
+        by_id = {node.node_id: node for node in nodes}
+        split = [(by_id[stage.node_id], stage.start, stage.end) for stage in plan.stages]
+        assert cost_of(needs, split, cost) == pytest.approx(min(costs))
+
+
+def test_even_splits_are_even():
+    """No float fractions, nobody without layers: sizes of 24 layers over 1..24 nodes differ by at most one."""
+    for nodes in range(1, 25):
+        plan = make_plan(FakeNeeds([10] * 24), offers(*[None] * nodes), "even", nodes, 1)
+        assert_tiles(plan, 24)
+        sizes = [stage.layers for stage in plan.stages]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_memory_moves_layers_to_where_they_fit():
+    """A node with room for two layers gets two, whatever "even" would like."""
+    needs = FakeNeeds([100] * 8, working=10)
+    room_for_two = int((2 * 100 + 10) * HEADROOM)
+    plan = make_plan(needs, offers(room_for_two, 10_000, 10_000), "even", 3, 1)
+    assert [stage.layers for stage in plan.stages] == [2, 3, 3]
+    plan = make_plan(needs, offers(room_for_two - 1, 10_000, 10_000), "even", 3, 1)
+    assert sorted(stage.layers for stage in plan.stages[1:]) == [3, 4]
+
+
+def test_more_nodes_are_used_when_fewer_do_not_hold_it():
+    needs = FakeNeeds([100] * 6)
+    half = int(3 * 100 * HEADROOM)
+    assert len(make_plan(needs, offers(10_000, half, half), "even", None, 1).stages) == 1
+    assert make_plan(needs, offers(half, half, 10_000), "even", None, 1).node_ids == ("n2",)
+    assert len(make_plan(needs, offers(half, half, half), "even", None, 1).stages) == 2
+    assert len(make_plan(needs, offers(half - 1, half - 1, half - 1), "even", None, 1).stages) == 3
+    assert len(make_plan(needs, offers(10_000, half, half), "even", None, 1, at_least=2).stages) == 2
+
+
+def test_too_little_memory_says_what_is_needed_and_what_is_there():
+    needs = FakeNeeds([GIB] * 8, working=GIB // 2)
+    with pytest.raises(NoPlan) as error:
+        make_plan(needs, offers(2 * GIB, 3 * GIB), "even", 2, 1)
+    message = str(error.value)
+    assert "\n" not in message
+    assert "does not fit on 2 node(s): 8 layers, 4 slots of 1000 tokens" in message
+    assert "n0: have 2.00 GiB, need 4.95 GiB for 4 layers, room for 1" in message  # (4 + 0.5) * 1.1
+    assert "n1: have 3.00 GiB, need 4.95 GiB for 4 layers, room for 2" in message
+    assert "--max-context" in message and "--quant" in message
+
+
+def test_more_nodes_than_layers():
+    """Every stage has a layer; the nodes beyond are spares."""
+    plan = make_plan(FakeNeeds([1] * 3), offers(*[None] * 5), "even", 5, 7)
+    assert_tiles(plan, 3)
+    assert (len(plan.stages), plan.epoch) == (3, 7)
+    assert len(make_plan(FakeNeeds([1] * 3), offers(*[None] * 5), "latency", 5, 7).stages) == 1
+
+
+def test_throughput_gives_the_slow_node_less():
+    fast, slow = NodeOffer("fast", "cpu", None, 1.0), NodeOffer("slow", "cpu", None, 3.0)
+    plan = make_plan(FakeNeeds([1] * 12), [slow, fast], "throughput", 2, 1)
+    assert [(s.node_id, s.layers, s.predicted_ms) for s in plan.stages] == [("slow", 3, 9.0), ("fast", 9, 9.0)]
+
+
+def test_latency_leaves_out_a_node_that_is_far_away():
+    near, far = NodeOffer("near", "cpu", None, 1.0, 0.1), NodeOffer("far", "cpu", None, 0.9, 50.0)
+    assert make_plan(FakeNeeds([1] * 12), [near, far], "latency", 2, 1).node_ids == ("near",)
+    room = [NodeOffer("near", "cpu", 77, 1.0, 0.1), NodeOffer("far", "cpu", 121, 0.9, 50.0)]  # for 7 and for 11 layers
+    plan = make_plan(FakeNeeds([10] * 12), room, "latency", 2, 1)
+    assert [stage.layers for stage in plan.stages] == [1, 11]  # both are needed, and far is quicker per layer
+
+
+def test_layers_that_take_longer_count_as_that():
+    plan = make_plan(FakeNeeds([1] * 4, times=[3.0, 1.0, 1.0, 1.0]), offers(None, None), "throughput", 2, 1)
+    assert [(stage.layers, stage.predicted_ms) for stage in plan.stages] == [(1, 3.0), (3, 3.0)]
+
+
+@pytest.mark.parametrize("cost", ["throughput", "latency"])
+def test_times_are_needed_for_the_costs_in_time(cost):
+    with pytest.raises(NoPlan, match=f"--plan {cost} needs measured times, and node n0 has none"):
+        make_plan(FakeNeeds([1]), offers(None, layer_ms=None), cost, 1, 1)
+    assert make_plan(FakeNeeds([1]), offers(None, layer_ms=None), "even", 1, 1).stages[0].predicted_ms is None
+
+
+def test_no_nodes():
+    with pytest.raises(NoPlan, match="1 nodes are required, 0 can be used"):
+        make_plan(FakeNeeds([1]), [], "even", None, 1)
+    with pytest.raises(NoPlan, match="3 nodes are required, 1 can be used"):
+        make_plan(FakeNeeds([1] * 4), offers(None), "even", 3, 1)
+
+
+def real_needs(slots=4, max_context=4096, quant="fp16"):
+    """Qwen2.5-0.5B."""
+    config = qwen.Config.from_checkpoint(
+        {
+            "model_type": "qwen2",
+            "vocab_size": 151936,
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+        }
+    )
+    return ModelNeeds(config, qwen.WeightFormat(quant, 64, "fp16"), slots, max_context)
+
+
+def test_keys_and_values_of_all_slots_are_counted():
+    """By hand: 2 x 2 heads x 64 x fp32 per token and layer on a CPU, half of it in fp16 on a GPU."""
+    needs = real_needs(slots=3, max_context=1000)
+    assert needs.cache_bytes(0, "cpu") == 3 * 1000 * 2 * 2 * 64 * 4
+    assert needs.cache_bytes(0, "cuda") == 3 * 1000 * 2 * 2 * 64 * 2
+    weights = needs.weight_bytes(5, "cpu")
+    linears = 896 * (896 + 2 * 128) + 896 * 896 + 3 * 896 * 4864
+    assert 2 * linears < weights < 2.4 * linears
+    one = make_plan(needs, offers(None), "even", 1, 1).stages[0]
+    assert (one.weight_bytes, one.cache_bytes) == (24 * weights, 24 * needs.cache_bytes(0, "cpu"))
+
+    memory = int((12 * weights + 12 * needs.cache_bytes(0, "cpu") + needs.working_bytes()) * HEADROOM) + 1
+    assert len(make_plan(needs, offers(memory, memory, memory), "even", None, 1).stages) == 2
+    more_slots = real_needs(slots=12, max_context=1000)
+    assert len(make_plan(more_slots, offers(memory, memory, memory), "even", None, 1).stages) == 3
+
+
+def test_working_memory_holds_a_prefill_chunk():
+    """The hidden states, the SwiGLU products and the attention scores of 512 rows, or of max_context if that is less."""
+    assert real_needs(max_context=4096).working_bytes() >= 512 * 4 * (2 * 4864 + 14 * 4096)
+    assert real_needs(max_context=8).working_bytes() < real_needs(max_context=4096).working_bytes()
+
+
+def test_estimate_of_required_nodes():
+    needs = FakeNeeds([100] * 10, working=10)  # 1000 in all
+    assert estimate_required(needs, []) == 1
+    assert estimate_required(needs, offers(None)) == 1
+    assert estimate_required(needs, offers(10_000)) == 1
+    assert estimate_required(needs, offers(700, 700)) == 2
+    assert estimate_required(needs, offers(int(260 * HEADROOM) + 1)) == 4  # 250 each beside the working memory
+    assert estimate_required(needs, offers(0)) == 10
+    room = int(260 * HEADROOM)  # for two and a half layers: two nodes have the bytes of five layers, but not the room
+    assert estimate_required(FakeNeeds([100] * 5, working=10), offers(room, room)) == 3
+    assert estimate_required(FakeNeeds([100, 1]), offers(60, 60, 60)) == 2
+
+
+def test_planning_a_large_cluster_is_quick_enough_to_be_asked_for_in_a_status():
+    """80 layers, 16 nodes: the number of splits would be 10^15. This is here to finish."""
+    needs = FakeNeeds([100 + i % 3 for i in range(80)])
+    assert_tiles(make_plan(needs, offers(*[700] * 16), "even", 16, 1), 80)
+
+
+def test_plan_table():
+    plan = make_plan(FakeNeeds([10**6] * 4, [5 * 10**5] * 4), offers(10**7, None, layer_ms=1.5), "even", 2, 1)
+    lines = plan_table(plan, {"n0": "cuda:0"}).splitlines()
+    assert lines[0].split() == ["node", "device", "layers", "weights", "MB", "KV", "MB", "of", "memory", "ms/token"]
+    assert lines[1].split() == ["n0", "cuda:0", "0-1", "(2)", "2.0", "1.0", "30", "%", "3.00"]
+    assert lines[2].split() == ["n1", "?", "2-3", "(2)", "2.0", "1.0", "unknown", "3.00"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Cluster state
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def node(node_id, free=10_000, limit=None, host="h", device="cpu", measured=True, rtt_ms=0.0):
+    hello = {
+        "selected_device": device,
+        "hostname": host,
+        "max_memory_bytes": limit,
+        "devices": [{"id": "other", "free_memory": 1}, {"id": device, "free_memory": free}],
+    }
+    record = NodeRecord(node_id, hello, "10.0.0.1", SimpleNamespace(rtt_ms=rtt_ms))
+    if measured:
+        record.measured = {"layer_ms": {"1": 1.0, "8": 2.0}}
+    return record
+
+
+def cluster_of(*nodes, layers=4, required=None, minimum=None, default_memory=None, cost="even"):
+    cluster = ClusterState(FakeNeeds([100] * layers), cost, required, minimum, default_memory)
+    for record in nodes:
+        cluster.join(record)
+    return cluster
+
+
+def plan_and_adopt(cluster, now=0.0):
+    plan = cluster.next_plan(now)
+    cluster.adopt(plan)
+    return plan
+
+
+def load(cluster, now=0.0):
+    """Plans and loads everything; returns the plan."""
+    plan = plan_and_adopt(cluster, now)
+    for node_id in plan.node_ids:
+        cluster.move(cluster.nodes[node_id], NodeState.READY, "loaded")
+    return plan
+
+
+MOVES = ["joined>loading", "loading>ready", "loading>loading", "ready>loading", "loading>joined", "ready>joined"]
+MOVES += ["joined>lost", "loading>lost", "ready>lost"]
+
+
+@pytest.mark.parametrize("before, after", list(itertools.product(NodeState, NodeState)))
+def test_only_the_moves_of_the_table_exist(before, after):
+    a = node("a")
+    cluster = cluster_of(a)
+    a.state = before
+    if f"{before.value}>{after.value}" in MOVES:
+        cluster.move(a, after, "test")
+        assert a.state is after
+    else:
+        with pytest.raises(RuntimeError, match=f"node a: no move from {before.value} to {after.value} \\(test\\)"):
+            cluster.move(a, after, "test")
+        assert a.state is before
+        assert cluster.nodes == {"a": a}
+
+
+def test_a_node_is_lost_once():
+    a = node("a")
+    cluster = cluster_of(a, node("b", host="g"), required=2)
+    load(cluster)
+    cluster.lose(a, "closed", 1.0)
+    plan, since = cluster.plan, cluster.incomplete_since
+    with pytest.raises(RuntimeError):
+        cluster.lose(a, "closed again", 2.0)
+    assert (cluster.plan, cluster.incomplete_since, list(cluster.nodes)) == (plan, since, ["b"])
+
+
+def test_a_second_node_of_the_same_id_is_refused_and_changes_nothing():
+    first = node("a")
+    cluster = cluster_of(first)
+    with pytest.raises(ValueError, match="node a has joined already, from 10.0.0.1"):
+        cluster.join(node("a"))
+    assert cluster.nodes == {"a": first}
+
+
+def test_readiness_follows_from_the_nodes():
+    a, b = node("a", host="h1"), node("b", host="h2")
+    cluster = cluster_of(a, b, required=2)
+    assert not cluster.is_ready
+    cluster.adopt(cluster.next_plan(0.0))
+    assert (a.state, b.state, cluster.is_ready, cluster.ready_count) == (NodeState.LOADING, NodeState.LOADING, False, 0)
+    cluster.move(a, NodeState.READY, "loaded")
+    assert (cluster.is_ready, cluster.ready_count) == (False, 1)
+    cluster.move(b, NodeState.READY, "loaded")
+    assert (cluster.is_ready, cluster.ready_count, cluster.not_ready_error()) == (True, 2, None)
+    assert cluster.next_plan(0.0) is None
+    cluster.lose(b, "closed", 1.0)
+    assert (cluster.is_ready, cluster.plan, a.state) == (False, None, NodeState.JOINED)
+
+
+def test_losing_a_spare_harms_nothing():
+    a, spare = node("a", free=10_000), node("b", free=1, host="g")
+    cluster = cluster_of(a, spare)
+    plan = load(cluster)
+    assert plan.node_ids == ("a",)
+    cluster.lose(spare, "closed", 1.0)
+    assert cluster.is_ready and cluster.plan is plan
+
+
+def test_a_plan_is_adopted_whole_or_not_at_all():
+    a, b = node("a", host="h1"), node("b", host="h2")
+    cluster = cluster_of(a, b, required=2)
+    plan = cluster.next_plan(0.0)
+    cluster.lose(b, "closed", 0.0)
+    with pytest.raises(KeyError):
+        cluster.adopt(plan)
+    assert (cluster.plan, cluster.epoch, a.state) == (None, 0, NodeState.JOINED)
+
+
+def test_a_newer_plan_sets_free_the_nodes_that_it_leaves_out():
+    a, b = node("a", host="h1"), node("b", host="h2")
+    cluster = cluster_of(a, b, required=2)
+    load(cluster)
+    cluster.adopt(make_plan(cluster.needs, [NodeOffer("b", "cpu", None)], "even", 1, 2))
+    assert (a.state, b.state, cluster.epoch) == (NodeState.JOINED, NodeState.LOADING, 2)
+
+
+def test_epochs_count_plans():
+    cluster = cluster_of(node("a"))
+    for epoch in (1, 2, 3):
+        assert load(cluster).epoch == epoch == cluster.epoch
+        cluster.void_plan("test", 0.0)
+    cluster.void_plan("again", 5.0)
+    assert cluster.incomplete_since == 0.0  # there was no plan to void
+
+
+# (nodes that have joined, of which measured, required, what the 503 says)
+NOT_READY = [
+    (0, 0, 3, "Required nodes: 3, connected ready nodes: 0"),
+    (1, 1, 3, "Required nodes: 3, connected ready nodes: 0"),
+    (0, 0, 9, "Required nodes: 4, connected ready nodes: 0"),  # 4 layers
+    (0, 0, None, "Required nodes: 1, connected ready nodes: 0"),
+    (1, 0, None, "Required nodes: 1, connected ready nodes: 0"),
+    (1, 1, None, "Required nodes: 3, connected ready nodes: 0"),  # 400 bytes in all, 165 per node: 150 usable
+    (2, 2, None, "Required nodes: 3, connected ready nodes: 0"),
+]
+
+
+@pytest.mark.parametrize("joined, measured, required, counts", NOT_READY)
+def test_the_503_has_the_counts(joined, measured, required, counts):
+    nodes = [node(str(i), free=165, host=str(i), measured=i < measured) for i in range(joined)]
+    error = cluster_of(*nodes, required=required).not_ready_error()
+    assert (error.status, error.type, error.param, error.code) == (503, "cluster_not_ready", None, None)
+    assert error.message == f"Model is not ready. {counts}"
+    assert int(error.headers["Retry-After"]) > 0
+
+
+def test_the_503_while_loading():
+    a, b = node("a", host="h1"), node("b", host="h2")
+    cluster = cluster_of(a, b, node("c", host="h3"), required=2)
+    cluster.adopt(cluster.next_plan(0.0))
+    cluster.move(a, NodeState.READY, "loaded")
+    assert cluster.not_ready_error().message == "Model is not ready. Required nodes: 2, connected ready nodes: 1"
+
+
+def test_max_nodes_are_waited_for():
+    cluster = cluster_of(required=3)
+    assert cluster.next_plan(0.0) is None
+    for i in range(2):
+        cluster.join(node(str(i), host=str(i)))
+        with pytest.raises(NoPlan, match=f"3 nodes are required, {i + 1} can be used"):
+            cluster.next_plan(1e9)  # for ever
+    cluster.join(node("2", host="2"))
+    cluster.join(node("3", host="3"))
+    assert len(cluster.next_plan(0.0).stages) == 3
+
+
+def test_max_nodes_above_the_layers():
+    cluster = cluster_of(*(node(str(i), host=str(i)) for i in range(4)), layers=4, required=9, minimum=7)
+    assert (cluster.required_count, len(cluster.next_plan(0.0).stages)) == (4, 4)
+
+
+def test_min_nodes_let_it_start_with_fewer():
+    cluster = cluster_of(node("0", free=165, host="0"), required=4, minimum=2)
+    with pytest.raises(NoPlan, match="4 nodes are required, 1 can be used"):
+        cluster.next_plan(0.0)
+    cluster.join(node("1", free=165, host="1"))
+    with pytest.raises(NoPlan, match="does not fit on 2"):
+        cluster.next_plan(0.0)
+    cluster.join(node("2", free=265, host="2"))
+    assert len(cluster.next_plan(0.0).stages) == 3
+
+
+def test_min_nodes_alone_are_the_fewest_that_are_used():
+    cluster = cluster_of(node("0", host="0"), minimum=2)
+    assert cluster.required_count == 2
+    with pytest.raises(NoPlan, match="2 nodes are required, 1 can be used"):
+        cluster.next_plan(0.0)
+    cluster.join(node("1", host="1"))
+    cluster.join(node("2", host="2"))
+    assert len(cluster.next_plan(0.0).stages) == 2
+
+
+def test_a_spare_takes_over_at_once():
+    a, b, spare = (node(x, host=x) for x in "abc")
+    cluster = cluster_of(a, b, spare, required=2)
+    assert load(cluster).node_ids == ("a", "b")
+    cluster.lose(a, "closed", 100.0)
+    assert load(cluster, 100.0).node_ids == ("b", "c")
+
+
+def test_without_a_spare_a_restarting_node_has_a_grace():
+    a, b, c = (node(x, host=x) for x in "abc")
+    cluster = cluster_of(a, b, c, required=3)
+    load(cluster)
+    cluster.lose(b, "closed", 100.0)
+    with pytest.raises(NoPlan):
+        cluster.next_plan(100.0 + RECOVERY_GRACE_S - 0.01)
+    smaller = cluster.next_plan(100.0 + RECOVERY_GRACE_S)
+    assert (smaller.node_ids, smaller.epoch) == (("a", "c"), 2)
+    cluster.join(node("b", host="b"))
+    assert len(cluster.next_plan(104.0).stages) == 3
+
+
+def test_recovery_over_the_nodes_that_are_left_only_if_the_model_fits():
+    a, b = (node(x, free=265, host=x) for x in "ab")
+    cluster = cluster_of(a, b, required=2)
+    load(cluster)
+    cluster.lose(b, "closed", 0.0)
+    with pytest.raises(NoPlan, match=r"does not fit on 1 node\(s\).*a: have"):
+        cluster.next_plan(RECOVERY_GRACE_S)
+
+
+def test_nodes_wait_for_measurement():
+    """A plan made before a neighbour was measured would be made again a second later."""
+    a, b = node("a", host="h1"), node("b", host="h2", measured=False)
+    cluster = cluster_of(a, b)
+    assert cluster.to_measure(0.0) == [b]
+    assert cluster.next_plan(0.0) is None
+    b.measured = {"layer_ms": {"1": 1.0}}
+    assert cluster.to_measure(0.0) == []
+    assert cluster.next_plan(0.0).node_ids == ("a",)
+
+
+def memories(*nodes, default_memory=None):
+    return [offer.memory_bytes for offer in cluster_of(*nodes, default_memory=default_memory).offers()]
+
+
+def test_memory_figures():
+    assert memories(node("a", free=1000)) == [1000]
+    assert memories(node("a", free=1000, limit=300)) == [300]
+    assert memories(node("a", free=1000, limit=3000)) == [1000]
+    assert memories(node("a", free=None, limit=300), default_memory=50) == [300]
+    assert memories(node("a", free=None), default_memory=50) == [50]
+    assert memories(node("a", free=None)) == [None]
+
+
+def test_nodes_of_one_host_share_its_memory():
+    assert memories(node("a", free=1000), node("b", free=1000)) == [500, 500]
+    assert memories(node("a", free=1000, host="x"), node("b", free=1000, host="y")) == [1000, 1000]
+    # An Apple GPU has the host's memory; NVIDIA's have their own, but not one for each of two nodes.
+    assert memories(node("a", free=900, device="mps"), node("b", free=1000)) == [500, 500]
+    assert memories(node("a", free=800, device="cuda:0"), node("b", free=1000)) == [800, 1000]
+    assert memories(node("a", free=800, device="cuda:0"), node("b", free=700, device="cuda:1")) == [800, 700]
+    assert memories(node("a", free=800, device="cuda:0"), node("b", free=800, device="cuda:0")) == [400, 400]
+
+
+def test_limits_are_met_first_and_the_others_share_the_rest():
+    assert memories(node("a", free=1000, limit=200), node("b", free=1000), node("c", free=1000)) == [200, 400, 400]
+    assert memories(node("a", free=1000), node("b", free=1000, limit=200)) == [800, 200]
+    assert memories(node("a", free=1000, limit=900), node("b", free=1000, limit=300)) == [700, 300]
+    assert memories(node("a", free=1000, limit=900), node("b", free=1000, limit=900)) == [500, 500]
+    # b joined after a had loaded 600: it is not planned with more than it has seen
+    assert memories(node("a", free=1000), node("b", free=400)) == [500, 400]
+
+
+def test_shares_never_exceed_the_host():
+    chance = random.Random(0)
+    for _ in range(300):
+        free = chance.randint(0, 1000)
+        limits = [chance.choice([None, chance.randint(0, 1200)]) for _ in range(chance.randint(1, 5))]
+        got = memories(*(node(str(i), free=free, limit=limit) for i, limit in enumerate(limits)))
+        assert sum(got) <= free
+        assert all(limit is None or memory <= limit for memory, limit in zip(got, limits))
+        if None in limits:
+            assert free - sum(got) < len(limits)  # nothing is left unused but what does not divide
+
+
+def test_offers_are_in_order_of_joining_with_times_and_links():
+    cluster = cluster_of(node("b", host="1", rtt_ms=3.0), node("a", host="2"))
+    assert [(o.node_id, o.device_type, o.layer_ms, o.link_ms) for o in cluster.offers()] == [
+        ("b", "cpu", 1.0, 3.0),
+        ("a", "cpu", 1.0, 0.0),
+    ]
+
+
+# -- loads that fail ---------------------------------------------------------------------------------------------------
+
+
+def test_a_refused_model_is_not_planned_again():
+    cluster = cluster_of(node("a"))
+    cluster.adopt(cluster.next_plan(0.0))
+    cluster.void_plan("bad weight", 0.0)
+    cluster.refuse("model.layers.0.mlp.up_proj.weight: has NaN")
+    for now in (0.0, 1e9):
+        with pytest.raises(NoPlan, match="model.layers.0.mlp.up_proj.weight: has NaN"):
+            cluster.next_plan(now)
+    cluster.join(node("b", host="g"))
+    with pytest.raises(NoPlan, match="has NaN"):
+        cluster.next_plan(1e9)
+    assert not cluster.is_ready
+
+
+def test_a_node_that_could_not_load_is_left_alone_for_a_while():
+    a, b = node("a", host="h1"), node("b", host="h2")
+    cluster = cluster_of(a, b, required=1)
+    cluster.adopt(cluster.next_plan(0.0))
+    cluster.load_failed(a, "RuntimeError: kernel", None, 50.0)
+    assert (cluster.plan, a.state, a.load_error) == (None, NodeState.JOINED, "RuntimeError: kernel")
+    assert cluster.next_plan(50.0).node_ids == ("b",)
+    cluster.lose(b, "closed", 50.0)
+    for now in (50.0, 50.0 + FAILED_LOAD_PAUSE_S - 0.01):
+        with pytest.raises(NoPlan, match="a could not load: RuntimeError: kernel"):
+            cluster.next_plan(now)
+    assert cluster.next_plan(50.0 + FAILED_LOAD_PAUSE_S).node_ids == ("a",)
+
+
+def test_less_memory_than_promised_is_planned_with_at_once():
+    a, b = node("a", free=1000, host="h1"), node("b", free=1000, host="h2")
+    cluster = cluster_of(a, b, required=2)
+    assert [stage.layers for stage in plan_and_adopt(cluster).stages] == [2, 2]
+    cluster.load_failed(a, "not enough memory", 150, 1.0)
+    plan = cluster.next_plan(1.0)
+    assert [(stage.node_id, stage.layers) for stage in plan.stages] == [("a", 1), ("b", 3)]
+    cluster.adopt(plan)
+    cluster.load_failed(a, "not enough memory", 150, 2.0)  # nothing new: trying again at once would only repeat it
+    with pytest.raises(NoPlan, match="2 nodes are required, 1 can be used; a could not load: not enough memory"):
+        cluster.next_plan(2.0)
+
+
+def test_an_unknown_memory_becomes_known_by_failing():
+    a = node("a", free=None)
+    cluster = cluster_of(a)
+    cluster.adopt(cluster.next_plan(0.0))
+    cluster.load_failed(a, "not enough memory", 150, 1.0)
+    with pytest.raises(NoPlan, match="does not fit on 1"):
+        cluster.next_plan(1.0)
+    assert cluster.required_count == 3  # 400 bytes, 136 usable on each
+
+
+def test_a_node_that_cannot_measure_does_not_stop_the_others():
+    a, b = node("a", host="h1"), node("b", host="h2", measured=False)
+    cluster = cluster_of(a, b)
+    cluster.load_failed(b, "RuntimeError: no kernel", None, 5.0)
+    assert (b.state, cluster.to_measure(5.0)) == (NodeState.JOINED, [])
+    assert load(cluster, 5.0).node_ids == ("a",)
+    assert cluster.to_measure(5.0 + FAILED_LOAD_PAUSE_S) == [b]
+    cluster.load_failed(b, "RuntimeError: no kernel", None, 20.0)
+    assert cluster.is_ready  # the plan does not need it
