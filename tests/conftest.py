@@ -1,0 +1,30 @@
+"""Clusters that many tests share. They are started once, and only when a test asks for them."""
+
+import os
+from pathlib import Path
+
+import pytest
+from cluster import TINY_CHAT, Cluster
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """The folder of a real model, named by TRUECLUSTER_TEST_MODEL; without it the test is skipped."""
+    folder = os.environ.get("TRUECLUSTER_TEST_MODEL")
+    if not folder:
+        pytest.skip("TRUECLUSTER_TEST_MODEL names no model folder")
+    return Path(folder)
+
+
+def _shared_cluster(quant: str, nodes: int, *flags: str):
+    @pytest.fixture(scope="session", name=f"{quant}_cluster" if nodes == 2 else f"{quant}_cluster_of_{nodes}")
+    def cluster():
+        with Cluster(TINY_CHAT, nodes=nodes, flags=("--quant", quant, *flags)) as running:
+            yield running
+
+    return cluster
+
+
+fp16_cluster = _shared_cluster("fp16", 2)
+int8_cluster = _shared_cluster("int8", 2)
+int4_cluster = _shared_cluster("int4", 2)
