@@ -1,24 +1,32 @@
-"""coordinator.py: the machine that knows the model. It spreads the decoder layers over nodes and serves an OpenAI-compatible API.
+"""coordinator.py: the machine that knows the model. It spreads the layers over nodes and serves an OpenAI-compatible API.
 
     python coordinator.py --model Qwen/Qwen2.5-1.5B-Instruct        # then, on other machines: python node.py --host ...
     python coordinator.py --local-nodes 2                           # the bundled model on this machine alone
 
-A request's path, top to bottom in this file's order where it is decided:
+A request's path:
 
     HTTP            a thread per connection reads and checks it            (Exchange, answer_generation)
-    requests, text  fields -> ParsedRequest, messages -> token ids         (parse_..., ChatTemplate, prepare_job)
+    requests, text  fields -> ParsedRequest, messages -> token ids         (parse_request, ChatTemplate, prepare_job)
     engine          a slot, prefill in chunks, decode in batches, sampling (Engine._admit, _send, _use_rows)
     links           embedding -> node 1 -> node 2 -> ... -> head           (Pipeline.send, on_hidden_state)
     text, HTTP      token ids -> text deltas -> JSON or server-sent events (TextStream, answer_deltas, stream_answer)
 
-A node's path: JOINED -> LOADING -> READY, any -> LOST (NODE_MOVES). A plan has an epoch; frames of older epochs are dropped.
+A node's path: JOINED -> LOADING -> READY, any -> LOST (NODE_MOVES). Plans are counted by epochs; what belongs to an older
+epoch is dropped.
 
 Threads. The engine thread owns slots and sequences; everybody else talks to it through its inbox. The controller's lock
 guards the cluster's state. Each link has a reader and a writer; a reader never waits for another link. Each HTTP
 connection has its thread, which reads its Generation's queue.
 
-Sections: Errors, Requests, Tokenizer, Chat template, Text stream, Tool calls, Sampler, Planner, Cluster state, Checkpoint, Links, Engine,
-HTTP (metrics, answers, reading, access, serving), Command line. Everything above "Links" is pure: no socket, thread or clock.
+Sections, each using only what stands above it:
+
+    pure            Errors, Request parsing, Tokenizer, Chat template, Text stream, Tool calls in the answer,
+                    Generation requests and events, Sampler, Planner, Cluster state
+    files           Checkpoint
+    threads         Links, Engine
+    HTTP            metrics, from request to pieces of the answer, response objects, reading requests, who may ask,
+                    one request and its answer, routes, the server
+    program         Command line, Putting it together
 """
 
 from __future__ import annotations
@@ -60,6 +68,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote_to_bytes
+
+# Threads that wait for the next layer must not burn the cores that local nodes compute on (see node.py). Read when torch
+# loads its OpenMP, hence before the import; the user's own setting wins.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+os.environ.setdefault("KMP_BLOCKTIME", "0")
 
 import jinja2
 import jinja2.ext
@@ -2434,6 +2447,8 @@ class Checkpoint:
         self._check()
         self._lock = threading.Lock()
         self._digests: dict[str, bytes] = {}
+        self._importance: dict[str, torch.Tensor] = {}  # of a linear's weight: how much each of its inputs counts
+        self._importance_key = ""
 
     def _file_names(self) -> list[str]:
         if (self.folder / "model.safetensors").is_file():  # comes before an index, as in Transformers
@@ -2491,18 +2506,52 @@ class Checkpoint:
 
         64 hex digits, the same for the same bytes wherever they stand.
         """
-        with self._lock:
-            digest = self._digests.get(stored.source)
-        if digest is None:
-            tensor = self.tensor(stored.source)
-            digest = hashlib.sha256(str(tensor.dtype).encode())  # the same bytes are other numbers in another dtype
-            digest.update(wire.tensor_buffer(tensor))
-            digest = digest.digest()
-            with self._lock:
-                self._digests[stored.source] = digest
+        digest = self._digest(stored.source)
         recipe = (stored.suffix, stored.dtype, list(stored.shape), weights.quant, weights.group_size, weights.dtype)
-        recipe_text = json.dumps([*recipe, quant.ALGORITHM_VERSION])
+        recipe_text = json.dumps([*recipe, quant.ALGORITHM_VERSION, self._importance_key])
         return hashlib.sha256(digest + recipe_text.encode()).hexdigest()
+
+    def _digest(self, name: str) -> bytes:
+        with self._lock:
+            digest = self._digests.get(name)
+        if digest is None:
+            tensor = self.tensor(name)
+            hashed = hashlib.sha256(str(tensor.dtype).encode())  # the same bytes are other numbers in another dtype
+            hashed.update(wire.tensor_buffer(tensor))
+            digest = hashed.digest()
+            with self._lock:
+                self._digests[name] = digest
+        return digest
+
+    @torch.inference_mode()
+    def calibrate(self, token_ids: list[int]) -> None:
+        """Measures what each input of each linear is like on a short text, so that int4 errs where it matters least.
+
+        importance[k] = mean square of input k: the squared error of an output is then the error of its weights, weighed
+        by it. Runs the unquantized layers one after another, in blocks from the mapped files.
+        """
+        unquantized = qwen.WeightFormat("fp16", 64, "fp32")
+        rows = len(token_ids)
+        segments = [qwen.Segment(0, 0, 0, rows)]
+        cos, sin = qwen.Rope(self.config, "cpu").angles(torch.arange(rows))
+        hidden_states = self.tensor("model.embed_tokens.weight")[torch.tensor(token_ids)].float()
+        for i in range(self.config.num_hidden_layers):
+            layer = qwen.DecoderLayer(self.config, i, unquantized, torch.device("cpu"))
+            prefix = f"model.layers.{i}."
+            for norm, weight in layer.norms.items():
+                weight.copy_(self.tensor(f"{prefix}{norm}.weight"))
+            for merged, parts in qwen.LINEARS.items():
+                weights = [self.tensor(f"{prefix}{part}.weight") for part in parts]
+                biases = [self.tensor(f"{prefix}{part}.bias") for part in parts if part in qwen.BIASED]
+                layer.linears[merged] = _CalibratedLinear(weights, biases)
+            caches = [layer.new_cache(rows)]
+            hidden_states = layer.forward(hidden_states, segments, caches, cos, sin)
+            for merged, parts in qwen.LINEARS.items():
+                for part in parts:
+                    self._importance[f"{prefix}{part}.weight"] = layer.linears[merged].importance
+        # What a layer's inputs are like depends on all layers before it, so the key covers the whole model.
+        digests = b"".join(self._digest(name) for name in sorted(self._file_of))
+        self._importance_key = hashlib.sha256(json.dumps(token_ids).encode() + digests).hexdigest()
 
     def stored_parts(
         self, stored: list[qwen.StoredTensor], weights: qwen.WeightFormat
@@ -2522,7 +2571,8 @@ class Checkpoint:
         tensor = self.tensor(name)
         if tensor.dim() == 2:
             try:
-                return quant.quantize(tensor, weights.quant, weights.group_size, weights.dtype)
+                importance = self._importance.get(name)
+                return quant.quantize(tensor, weights.quant, weights.group_size, weights.dtype, importance)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
         if not torch.isfinite(tensor).all():
@@ -2553,6 +2603,24 @@ class Checkpoint:
         )
 
 
+class _CalibratedLinear:
+    """Stands in for a quant.Linear: multiplies by mapped checkpoint tensors and notes the mean square of its inputs."""
+
+    ROWS = 1024  # of a weight that are fp32 at a time
+
+    def __init__(self, weights: list[torch.Tensor], biases: list[torch.Tensor]):
+        self.weights = weights
+        self.bias = torch.cat(biases).float() if biases else None
+        self.importance: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        mean_square = x.square().mean(dim=0)
+        self.importance = mean_square + 1e-6 * mean_square.max() + 1e-30  # never 0: no input may be free to err
+        blocks = [x @ block.float().T for weight in self.weights for block in weight.split(self.ROWS)]
+        y = torch.cat(blocks, dim=1)
+        return y if self.bias is None else y + self.bias
+
+
 def _open_safetensors(path: Path):
     try:
         return safe_open(path, framework="pt", device="cpu")
@@ -2570,14 +2638,13 @@ def _listed(names: list[str]) -> str:
 # ------------------------------------------------------------------------------
 # Links
 # ------------------------------------------------------------------------------
-# One NodeLink per connected node (a reader thread and a writer thread), one Pipeline per plan (which stage follows which),
-# one Controller (accepts nodes, makes plans, sends weights). Readers never wait for another link's socket: they put
-# frames into its writer's queue.
+# One NodeLink per connected node (a reader thread and a writer thread), one Pipeline per plan (which stage follows
+# which), one Controller (accepts nodes, makes plans, sends weights). Readers never wait for another link's socket: they
+# put frames into its writer's queue.
 
 HEARTBEAT_S = 2.0
 OLD_LINK_ANSWER_S = 2.0  # how long a link may stay silent before a newcomer of the same id replaces it
 MAX_STRANGERS = 64  # connections that have not said HELLO yet
-REPORT_PLAN_S = 10.0  # how often the reason for having no plan is logged while it stays the same
 
 
 class NodeLink:
@@ -2610,7 +2677,7 @@ class NodeLink:
 
 @dataclass
 class Pass:
-    """Rows on their way through all stages. `rows[i]` is (owner, token position); the engine knows what it means."""
+    """Rows on their way through all stages. `owner` is the engine's: what the rows mean."""
 
     request_id: int
     kind: str  # RUN_PREFILL or RUN_DECODE
@@ -2624,7 +2691,10 @@ class Pass:
 
 
 class Pipeline:
-    """The links of one plan in order, and the passes in flight between them. `deliver` gets (pass, hidden_states|None, error)."""
+    """The links of one plan in order, and the passes in flight between them.
+
+    deliver(pass, hidden_states or None, error or None) is called, in a reader's thread, when a pass is over.
+    """
 
     def __init__(self, epoch: int, links: list[NodeLink], hidden_size: int, wire_dtype: str, deliver: Callable):
         self.epoch = epoch
@@ -2731,6 +2801,7 @@ class Controller:
         self.on_lost: Callable[[int, str], None] = lambda epoch, why: None
         self.deliver: Callable = lambda request, hidden_states, error: None
         self.why_no_plan = ""
+        self._may_measure = False
         self._changed = threading.Condition()
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         self._stopping = False
@@ -2754,6 +2825,12 @@ class Controller:
         """Accepts nodes and makes plans from now on."""
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
         threading.Thread(target=self._plan_forever, name="planner", daemon=True).start()
+
+    def allow_measuring(self) -> None:
+        """Nodes may measure from now on: this machine's own start-up work is done and does not spoil their figures."""
+        with self._changed:
+            self._may_measure = True
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """Closes the node port and all links."""
@@ -2884,6 +2961,7 @@ class Controller:
             payload["layer_ms"]["1"],
             payload["kernels"],
         )
+        node.link.ping()  # now that it is idle: what a message there and back takes
         with self._changed:
             node.measured = payload
             node.link.measuring = False
@@ -2949,6 +3027,8 @@ class Controller:
 
     def _grant_measurements(self) -> list[NodeRecord]:
         """Nodes that may measure now: one per host at a time, so that neighbours do not spoil each other's figures."""
+        if not self._may_measure:
+            return []
         busy = {node.hello["hostname"] for node in self.cluster.nodes.values() if node.link.measuring}
         granted = []
         for node in self.cluster.to_measure(time.monotonic()):
@@ -5128,6 +5208,13 @@ class HttpServer(ThreadingHTTPServer):
 # Command line
 # ------------------------------------------------------------------------------
 
+# What int4 is calibrated on (Checkpoint.calibrate): a little of what models are asked to read and write.
+CALIBRATION_TEXT = """The old harbour was quiet when Maria arrived, and only two boats, 14 and 27, were still tied up.
+"You're late," said the captain; "we leave at 6:45, with or without you."
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+Les mathematiques, die Musik und el tiempo: 3.14 * 2 = 6.28. Explain why the sky is blue in one sentence."""
+
 HERE = Path(__file__).resolve().parent
 BUNDLED_MODEL = HERE / "tests" / "tiny-chat"
 DEFAULT_MAX_CONTEXT = 8192
@@ -5451,6 +5538,10 @@ class Coordinator:
         self.server.start()
         self._print_addresses(node_port)
         self.engine.start(model.checkpoint.ends(model.weights))
+        if args.quant == "int4":
+            log.info("finding out which inputs of the layers matter most (int4)")
+            model.checkpoint.calibrate(model.tokenizer.encode(CALIBRATION_TEXT, parse_special=False))
+        self.controller.allow_measuring()
 
     def _print_addresses(self, node_port: int) -> None:
         args, config = self.args, self.model.checkpoint.config

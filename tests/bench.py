@@ -62,11 +62,12 @@ def load_whole(checkpoint: coordinator.Checkpoint, weights: qwen.WeightFormat) -
 
 
 def window_logprobs(ends: qwen.Ends, stage: qwen.Stage, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of every next token: of a prefill [T, V], and of its first tokens decoded one by one [D, V]."""
+    """Log-probabilities of every next token in one prefill [T, V], and of the last ones decoded one by one [D, V]."""
     hidden_states = ends.embed(ids)
     positions = list(range(len(ids)))
     prefill = ends.logits(stage.run(hidden_states, [0] * len(ids), positions, len(ids))).log_softmax(-1)
-    decode = [ends.logits(stage.run(hidden_states[i : i + 1], [0], [i], 1)) for i in range(DECODED)]
+    last = range(len(ids) - DECODED, len(ids))
+    decode = [ends.logits(stage.run(hidden_states[i : i + 1], [0], [i], 1)) for i in last]
     return prefill, torch.cat(decode).log_softmax(-1)
 
 
@@ -97,20 +98,25 @@ def quality(args: argparse.Namespace) -> dict:
         del ends, stage
         gc.collect()
         weights = qwen.WeightFormat(*parts)
+        if weights.quant == "int4":
+            checkpoint.calibrate(tokenizer.encode(coordinator.CALIBRATION_TEXT, parse_special=False))
         ends, stage = load_whole(checkpoint, weights)
-        prefill_kl, decode_kl = [], []
+        prefill_kl, last_kl, decode_kl = [], [], []
         for window, (prefill, decode) in zip(windows, reference):
             got_prefill, got_decode = window_logprobs(ends, stage, window)
             prefill_kl += divergence(prefill, got_prefill)
             decode_kl += divergence(decode, got_decode)
-        bits = bits_per_weight(checkpoint.config, weights)
+            last_kl += divergence(prefill[-DECODED:], got_prefill[-DECODED:])
         figures[name] = {
-            "kl_prefill": statistics.fmean(prefill_kl), "kl_decode": statistics.fmean(decode_kl), "bits": bits
-        }  # fmt: skip
-        rows.append((name, f"{bits:.2f}", f"{figures[name]['kl_prefill']:.5f}", f"{figures[name]['kl_decode']:.5f}"))
-        print(table(("format", "bits/weight", "KL prefill", "KL decode"), rows[-1:]), flush=True)
-    print(f"\n{len(windows)} windows of {WINDOW} tokens, {DECODED} of each decoded one by one")
-    print(table(("format", "bits/weight", "KL prefill", "KL decode"), rows))
+            "bits_per_weight": bits_per_weight(checkpoint.config, weights),
+            "kl_prefill": statistics.fmean(prefill_kl),
+            "kl_prefill_last": statistics.fmean(last_kl),
+            "kl_decode_last": statistics.fmean(decode_kl),
+        }
+        rows.append((name, *(f"{figure:.5f}" for figure in figures[name].values())))
+        print(f"{name} done", file=sys.stderr)
+    print(f"{len(windows)} windows of {WINDOW} tokens; the last {DECODED} of each are also decoded one by one")
+    print(table(("format", "bits/weight", "KL, prefill", "KL of the last, prefill", "the same, decode"), rows))
     return figures
 
 

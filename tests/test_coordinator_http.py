@@ -16,6 +16,8 @@ import time
 
 import openai
 import pytest
+from fake_engine import FakeService
+
 from coordinator import (
     AccessRules,
     ApiError,
@@ -26,7 +28,6 @@ from coordinator import (
     StartupError,
     printable,
 )
-from fake_engine import FakeService
 
 WAIT_S = 20  # how long a test waits for something that must happen; nothing depends on the value
 USER = {"role": "user", "content": "hi"}
