@@ -2645,6 +2645,8 @@ def _listed(names: list[str]) -> str:
 HEARTBEAT_S = 2.0
 OLD_LINK_ANSWER_S = 2.0  # how long a link may stay silent before a newcomer of the same id replaces it
 MAX_STRANGERS = 64  # connections that have not said HELLO yet
+# A node that still answers PING but not what it was asked is given up, and may join again.
+ANSWER_LIMIT_S = {"MEASURED": 120.0, "WEIGHTS_WANTED": 120.0, "LOAD_COMPLETE": 300.0, "HIDDEN_STATE": 120.0}
 
 
 class NodeLink:
@@ -2658,7 +2660,14 @@ class NodeLink:
         self.rtt_ms = 0.0
         self.pinged_at: float | None = None
         self.pass_ms: float | None = None  # smoothed time from RUN_* to HIDDEN_STATE
-        self.measuring = False
+        self.awaited: tuple[str, float] | None = None  # the message that must come next, and when it is late
+
+    @property
+    def measuring(self) -> bool:
+        return self.awaited is not None and self.awaited[0] == "MEASURED"
+
+    def expect(self, type: str) -> None:
+        self.awaited = (type, time.monotonic() + ANSWER_LIMIT_S[type])
 
     def ping(self) -> None:
         self.pinged_at = time.monotonic()
@@ -2714,6 +2723,13 @@ class Pipeline:
             self._passes[request.request_id] = request
         self._run(request, wire.pack_hidden_states(hidden_states, self.wire_dtype))
         return request
+
+    def late_links(self, now: float) -> list[NodeLink]:
+        """Links that have not answered a pass for too long."""
+        with self._lock:
+            passes = list(self._passes.values())
+        late_stages = {p.stage for p in passes if now - p.sent_at > ANSWER_LIMIT_S["HIDDEN_STATE"]}
+        return [self.links[stage] for stage in sorted(late_stages)]
 
     def control(self, type: str, payload: dict) -> None:
         """CLEAR_CACHE or COPY_CACHE to all stages, in order with the passes."""
@@ -2894,12 +2910,13 @@ class Controller:
             "PONG": lambda frame: link.on_pong(),
             "ERROR": lambda frame: self._on_error(link, frame),
             "MEASURED": lambda frame: self._on_measured(node, frame),
-            "WEIGHTS_WANTED": lambda frame: link.wanted.put((frame.epoch, frame.payload["names"])),
+            "WEIGHTS_WANTED": lambda frame: self._on_weights_wanted(link, frame),
             "LOAD_COMPLETE": lambda frame: self._on_load_complete(node, frame),
             "LOAD_FAILED": lambda frame: self._on_load_failed(node, frame),
             "HIDDEN_STATE": lambda frame: self._on_hidden_state(link, frame),
             "INFERENCE_ERROR": lambda frame: self._on_inference_error(link, frame),
         }
+        why = "its reader failed"  # stays so only for a bug of ours, whose traceback is in the log
         try:
             link.ping()
             while True:
@@ -2908,8 +2925,9 @@ class Controller:
                     handlers[frame.type](frame)
         except (wire.BadFrame, wire.PeerClosed, wire.PeerSilent) as error:
             why = str(error)
-        link.close()
-        self._lose(node, why)
+        finally:
+            link.close()
+            self._lose(node, why)
 
     def _is_current(self, link: NodeLink, frame: wire.Frame) -> bool:
         if frame.epoch is None or frame.type == "MEASURED":
@@ -2964,13 +2982,18 @@ class Controller:
         node.link.ping()  # now that it is idle: what a message there and back takes
         with self._changed:
             node.measured = payload
-            node.link.measuring = False
+            node.link.awaited = None
             self._changed.notify_all()
+
+    def _on_weights_wanted(self, link: NodeLink, frame: wire.Frame) -> None:
+        link.awaited = None
+        link.wanted.put((frame.epoch, frame.payload["names"]))
 
     def _on_load_complete(self, node: NodeRecord, frame: wire.Frame) -> None:
         with self._changed:
             if node.state is not NodeState.LOADING:
                 raise node.link.connection.bad_frame("LOAD_COMPLETE, but it is not loading")
+            node.link.awaited = None
             self.cluster.move(node, NodeState.READY, f"{frame.payload['packed_bytes'] / 1e6:.1f} MB loaded")
             ready, pipeline, plan = self.cluster.is_ready, self.pipeline, self.cluster.plan
             self._changed.notify_all()
@@ -2982,7 +3005,7 @@ class Controller:
         reason = frame.payload["reason"]
         log.error("node %s could not load: %s", node.node_id, reason)
         with self._changed:
-            node.link.measuring = False
+            node.link.awaited = None
             self.cluster.load_failed(node, reason, frame.payload["have_bytes"], time.monotonic())
             self._changed.notify_all()
 
@@ -3012,18 +3035,35 @@ class Controller:
     # -- plans (the planning thread) -----------------------------------------------------------------------------------
 
     def _plan_forever(self) -> None:
-        while True:
-            with self._changed:
-                if self._stopping:
-                    return
-                to_measure = self._grant_measurements()
-                plan = self._next_plan()
-                if plan is None and not to_measure:
-                    self._changed.wait(timeout=1.0)
-            for node in to_measure:
-                self._ask_to_measure(node)
-            if plan is not None:
-                self._start_loading(plan)
+        while not self._stopping:
+            try:
+                self._plan_once()
+            except Exception:  # a bug of ours; without this thread no node would ever be used again
+                log.exception("planning failed")
+                time.sleep(1.0)
+
+    def _plan_once(self) -> None:
+        with self._changed:
+            late = self._late_links(time.monotonic())
+            to_measure = self._grant_measurements()
+            planned = self._next_plan()
+            if planned is None and not to_measure and not self._stopping:
+                self._changed.wait(timeout=1.0)
+        for link, what in late:
+            log.error("node %s: no %s in time; its connection is closed", link.node_id, what)
+            link.connection.close()
+        for node in to_measure:
+            self._ask_to_measure(node)
+        if planned is not None:
+            self._start_loading(*planned)
+
+    def _late_links(self, now: float) -> list[tuple[NodeLink, str]]:
+        """Links that owe an answer for too long, with its name."""
+        links = [node.link for node in self.cluster.nodes.values()]
+        late = [(link, link.awaited[0]) for link in links if link.awaited is not None and now > link.awaited[1]]
+        if self.pipeline is not None:
+            late += [(link, "HIDDEN_STATE") for link in self.pipeline.late_links(now)]
+        return late
 
     def _grant_measurements(self) -> list[NodeRecord]:
         """Nodes that may measure now: one per host at a time, so that neighbours do not spoil each other's figures."""
@@ -3034,7 +3074,7 @@ class Controller:
         for node in self.cluster.to_measure(time.monotonic()):
             host = node.hello["hostname"]
             if not node.link.measuring and host not in busy:
-                node.link.measuring = True
+                node.link.expect("MEASURED")
                 busy.add(host)
                 granted.append(node)
         return granted
@@ -3049,8 +3089,8 @@ class Controller:
         }
         node.link.writer.put("MEASURE", payload)
 
-    def _next_plan(self) -> Plan | None:
-        """The next plan, adopted, with its pipeline; None when there is none to make. Logs why, once, when stuck."""
+    def _next_plan(self) -> tuple[Plan, Pipeline] | None:
+        """The next plan, adopted, and its pipeline; None when there is none to make. Logs why, once, when stuck."""
         try:
             plan = self.cluster.next_plan(time.monotonic())
         except NoPlan as error:
@@ -3065,15 +3105,14 @@ class Controller:
         links = [self.cluster.nodes[node_id].link for node_id in plan.node_ids]
         config = self.checkpoint.config
         self.pipeline = Pipeline(plan.epoch, links, config.hidden_size, self.model.wire_dtype, self._deliver)
-        return plan
+        return plan, self.pipeline
 
     def _deliver(self, request: Pass, hidden_states: torch.Tensor | None, error: str | None) -> None:
         self.deliver(request, hidden_states, error)
 
-    def _start_loading(self, plan: Plan) -> None:
+    def _start_loading(self, plan: Plan, pipeline: Pipeline) -> None:
         with self._changed:
-            nodes = dict(self.cluster.nodes)
-        devices = {node_id: node.hello["selected_device"] for node_id, node in nodes.items()}
+            devices = {node.node_id: node.hello["selected_device"] for node in self.cluster.nodes.values()}
         log.info("epoch %d, plan:\n%s", plan.epoch, plan_table(plan, devices))
         self._close_bar()
         stored = [
@@ -3082,8 +3121,7 @@ class Controller:
         ]
         total = sum(tensor.nbytes for tensors in stored for tensor in tensors)
         self._bar = tqdm(total=total, unit="B", unit_scale=True, desc="sending weights", disable=None)
-        for stage, tensors in zip(plan.stages, stored):
-            link = nodes[stage.node_id].link
+        for link, stage, tensors in zip(pipeline.links, plan.stages, stored):
             name = f"load {stage.node_id}"
             threading.Thread(target=self._load, args=(link, plan.epoch, stage, tensors), name=name, daemon=True).start()
 
@@ -3096,6 +3134,7 @@ class Controller:
 
     def _load(self, link: NodeLink, epoch: int, stage: StagePlan, tensors: list[qwen.StoredTensor]) -> None:
         try:
+            link.expect("WEIGHTS_WANTED")
             link.writer.put("ASSIGNMENT", self._assignment(stage, tensors), epoch=epoch, wait=True)
             wanted = self._wait_for_wanted(link, epoch)
             if wanted is None:
@@ -3105,6 +3144,7 @@ class Controller:
                 raise link.connection.bad_frame(f"it wants {min(unknown)!r}, which is not its own")
             sent = self._send_weights(link, epoch, [tensor for tensor in tensors if tensor.name in wanted])
             complete = {"tensor_count": len(wanted), "total_weight_bytes": sent}
+            link.expect("LOAD_COMPLETE")
             link.writer.put("WEIGHTS_COMPLETE", complete, epoch=epoch, wait=True)
         except (wire.PeerClosed, wire.PeerSilent) as error:
             log.warning("loading %s stopped: %s", link.node_id, error)  # its reader reports the loss

@@ -174,7 +174,7 @@ def speed(args: argparse.Namespace) -> dict:
     for mode in args.quant.split(","):
         for nodes in map(int, args.nodes.split(",")):
             flags = ("--quant", mode, "--max-context", str(args.prompt + args.decoded + 64))
-            with Cluster(args.model, nodes=nodes, flags=flags) as cluster:
+            with Cluster(args.model, nodes=nodes, flags=flags, threads=None) as cluster:
                 cluster_speed(cluster, 16, 4)
                 measured[f"{mode} {nodes} node(s)"] = [
                     cluster_speed(cluster, args.prompt, args.decoded) for _ in range(args.runs)

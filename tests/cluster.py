@@ -76,25 +76,37 @@ class Program:
         self.process.wait()
 
 
-def environment(**changes: str) -> dict:
-    """This process's environment, without what would change a cluster under test."""
+def environment(threads: int | None = 1, **changes: str) -> dict:
+    """This process's environment, without what would change a cluster under test.
+
+    One thread each by default: several threads that wait for one another cost more than the tiny model's arithmetic,
+    above all when the machine is busy. None: as many as torch likes.
+    """
     env = {k: v for k, v in os.environ.items() if not k.startswith("TRUECLUSTER_")}
-    return {**env, "PYTHONUNBUFFERED": "1", **changes}
+    env |= {"PYTHONUNBUFFERED": "1"} | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+    return {**env, **changes}
 
 
 class Cluster:
     """A coordinator and some nodes. `with Cluster(model, nodes=2, flags=[...]) as cluster: cluster.chat(...)`."""
 
     def __init__(
-        self, model: Path | str = TINY_CHAT, nodes: int = 2, flags: tuple = (), node_flags: tuple = (), work_dir=None
+        self,
+        model: Path | str = TINY_CHAT,
+        nodes: int = 2,
+        flags: tuple = (),
+        node_flags: tuple = (),
+        work_dir: Path | None = None,
+        threads: int | None = 1,
     ):
+        self.env = environment(threads)
         self.node_flags = list(node_flags)
         self.work_dir = work_dir
         command = [sys.executable, str(ROOT / "coordinator.py"), "--model", str(model)]
         command += ["--node-host", "127.0.0.1", "--api-host", "127.0.0.1", "--node-port", "0", "--api-port", "0"]
         if nodes:
             command += ["--max-nodes", str(nodes)]
-        self.coordinator = Program(command + list(map(str, flags)), env=environment())
+        self.coordinator = Program(command + list(map(str, flags)), env=self.env)
         self.nodes: list[Program] = []
         self._count = nodes
 
@@ -120,7 +132,7 @@ class Cluster:
         command += ["--device", "cpu", *self.node_flags, *flags]
         if self.work_dir is not None:
             command += ["--work-dir", str(self.work_dir)]
-        node = Program(command, env=environment())
+        node = Program(command, env=self.env)
         self.nodes.append(node)
         return node
 

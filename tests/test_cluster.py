@@ -404,7 +404,7 @@ REAL_PROMPTS = [
 
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_greedy_text_of_a_real_model_equals_transformers(real_model, nodes):
-    with Cluster(real_model, nodes=nodes, flags=("--dtype", "fp32", "--max-context", "1024")) as cluster:
+    with Cluster(real_model, nodes=nodes, flags=("--dtype", "fp32", "--max-context", "1024"), threads=None) as cluster:
         fields = {"max_tokens": 64, "logprobs": True}
         chats = [cluster.chat(prompt, **fields)["choices"][0] for prompt in REAL_PROMPTS]
     transformers = pytest.importorskip("transformers")
@@ -425,7 +425,8 @@ def peak_bytes(process: subprocess.Popen) -> int:
 
 @pytest.mark.parametrize("quant", ["fp16", "int8", "int4"])
 def test_a_node_needs_little_more_than_its_assignment(real_model, quant):
-    with Cluster(real_model, nodes=0, flags=("--max-nodes", "2", "--quant", quant, "--max-context", "2048")) as cluster:
+    flags = ("--max-nodes", "2", "--quant", quant, "--max-context", "2048")
+    with Cluster(real_model, nodes=0, flags=flags, threads=None) as cluster:
         for i in range(2):
             cluster.add_node("--node-id", f"n{i}")
         cluster.coordinator.wait_for("plan:")
