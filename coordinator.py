@@ -3479,14 +3479,18 @@ class Engine:
     def _run(self) -> None:
         with torch.inference_mode():
             while not self._stopping:
-                try:
-                    for arrived in self._arrivals():
-                        arrived()
-                    self._give_up_after_outage()
-                    self._step()
-                except Exception:  # a bug of ours: the requests it hit end with an error, the others go on being served
-                    log.exception("the engine failed")
-                    self._fail_running()
+                for arrived in self._arrivals():
+                    self._guarded(arrived)
+                self._guarded(self._give_up_after_outage)
+                self._guarded(self._step)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        """A bug of ours ends the requests that are running with an error; the thread goes on and serves the others."""
+        try:
+            action()
+        except Exception:
+            log.exception("the engine failed")
+            self._fail_running()
 
     def _arrivals(self) -> list:
         """Waits for something in the inbox; returns all that is there, so that the next passes are chosen knowing it."""
