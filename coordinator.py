@@ -3455,6 +3455,8 @@ class Engine:
 
     def cancel(self, generation: Generation, index: int | None) -> None:
         """Ends one choice of a generation, or all (None), before the next step."""
+        if index is None:
+            self._no_longer_waiting(generation)  # at once: its place is free for the next request
         self._inbox.put(lambda: self._on_cancel(generation, index))
 
     def stop(self, reason: str) -> None:
@@ -3532,8 +3534,6 @@ class Engine:
         for slot in self.slots:
             if slot.sequence is not None and is_meant(slot.sequence):
                 self._release(slot.sequence)
-        if index is None:
-            self._no_longer_waiting(generation)
 
     def _on_ready(self, pipeline: Pipeline, plan: Plan) -> None:
         if self.controller.pipeline is not pipeline:
@@ -3752,6 +3752,7 @@ class Engine:
     def _fail(self, sequence: Sequence, error: ApiError) -> None:
         """Ends the whole request of a sequence with an error."""
         sequence.generation.put(error)
+        self._no_longer_waiting(sequence.generation)
         self._on_cancel(sequence.generation, None)
 
     def _release(self, sequence: Sequence) -> None:

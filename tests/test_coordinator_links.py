@@ -1,0 +1,262 @@
+"""Links, controller and engine against nodes that live in this process, some of which misbehave on purpose."""
+
+import socket
+import threading
+import types
+
+import pytest
+import torch
+from cluster import TINY_CHAT
+
+import coordinator
+import node
+import qwen
+import wire
+
+DEVICES = [{"id": "cpu", "type": "cpu", "name": "cpu", "total_memory": 1 << 34, "free_memory": 1 << 34}]
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    return coordinator.Checkpoint(TINY_CHAT)
+
+
+@pytest.fixture(scope="module")
+def ends(checkpoint):
+    return checkpoint.ends(qwen.WeightFormat("fp16", 64, "fp32"))
+
+
+class Running:
+    """A controller and an engine on a free port, and the nodes that a test gives them."""
+
+    def __init__(self, checkpoint, ends, required):
+        weights = qwen.WeightFormat("fp16", 64, "fp32")
+        needs = coordinator.ModelNeeds(checkpoint.config, weights, 2, 128)
+        state = coordinator.ClusterState(needs, "even", required, None, None)
+        model = coordinator.ModelOnWire("tiny", weights, "fp32")
+        self.controller = coordinator.Controller(checkpoint, model, state, None)
+        tokenizer = coordinator.Tokenizer(TINY_CHAT, checkpoint.raw_config)
+        self.engine = coordinator.Engine(self.controller, tokenizer.token_mask, 2, 128)
+        self.port = self.controller.listen("127.0.0.1", 0)
+        self.controller.start()
+        self.controller.allow_measuring()
+        self.engine.start(ends)
+        self.links = []
+
+    def join(self, node_id: str, instance: int = 1, **methods) -> node.Session:
+        """Connects a real node.Session; `methods` replace some of its own: {name: function(session, ...)}."""
+        sock = socket.create_connection(("127.0.0.1", self.port))
+        link = wire.Connection(sock, "coordinator", "node")
+        hello = {
+            "node_id": node_id, "instance": instance, "hostname": node_id, "python_version": "3", "torch_version": "2",
+            "platform": "test", "devices": DEVICES, "selected_device": "cpu", "max_memory_bytes": None,
+        }  # fmt: skip
+        try:
+            wire.node_handshake(link, hello, None)
+        except BaseException:
+            link.close()
+            raise
+        worker = node.Worker(torch.device("cpu"))
+        worker.start()
+        session = node.Session(link, worker, 2.0, None)
+        for name, function in methods.items():
+            bound = types.MethodType(function, session)
+            setattr(session, name, bound)
+            for frame_type, handler in session.handlers.items():
+                if getattr(handler, "__name__", "") == name:
+                    session.handlers[frame_type] = bound
+        threading.Thread(target=self._serve, args=(session,), daemon=True).start()
+        self.links.append(link)
+        return session
+
+    @staticmethod
+    def _serve(session):
+        try:
+            session.serve()
+        except (wire.PeerClosed, wire.PeerSilent, wire.BadFrame):
+            return
+
+    def wait_ready(self):
+        assert self.controller.wait_until(lambda state: state.is_ready, 60)
+
+    def generate(self, count: int = 6) -> list[int]:
+        sampling = coordinator.SamplingParams(temperature=0.0, ignore_eos=True)
+        generation = self.engine.submit(coordinator.GenerationRequest([[1, 2, 3, 4]], 1, count, sampling))
+        events = iter(lambda: generation.next_event(60), generation.DONE)
+        return [event.token_id for event in events if isinstance(event, coordinator.TokenEvent)]
+
+    def close(self):
+        self.engine.stop("the test is over")
+        self.controller.stop()
+        for link in self.links:
+            link.close()
+
+
+@pytest.fixture
+def running(checkpoint, ends):
+    made = []
+
+    def make(required):
+        made.append(Running(checkpoint, ends, required))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def right(running):
+    """What an undisturbed cluster of one node answers."""
+    cluster = running(1)
+    cluster.join("alone")
+    cluster.wait_ready()
+    return cluster.generate()
+
+
+def test_two_nodes_answer_like_one(running, right):
+    cluster = running(2)
+    cluster.join("a")
+    cluster.join("b")
+    cluster.wait_ready()
+    assert cluster.generate() == right
+
+
+@pytest.mark.parametrize("handler, owed", [("on_measure", "MEASURED"), ("on_assignment", "WEIGHTS_WANTED")])
+def test_a_node_that_stops_answering_is_given_up_and_the_others_serve(running, right, monkeypatch, handler, owed):
+    monkeypatch.setitem(coordinator.ANSWER_LIMIT_S, owed, 0.5)
+    cluster = running(1)
+    deaf = cluster.join("deaf", **{handler: lambda session, frame: None})
+    assert cluster.controller.wait_until(lambda state: "deaf" in state.nodes, 30)
+    assert deaf.closed.wait(30)
+    cluster.join("good")
+    cluster.wait_ready()
+    assert cluster.generate() == right
+
+
+def test_a_pass_that_never_returns_loses_its_stage_and_goes_on_elsewhere(running, right, monkeypatch):
+    cluster = running(1)
+    stuck = cluster.join("stuck", _run=lambda session, *args: None)
+    cluster.wait_ready()
+    cluster.join("spare")
+    assert cluster.controller.wait_until(lambda state: len(state.nodes) == 2, 30)
+    monkeypatch.setitem(coordinator.ANSWER_LIMIT_S, "HIDDEN_STATE", 0.5)
+    assert cluster.generate() == right
+    assert stuck.closed.is_set()
+
+
+def answer(session, frame, rows=None, dtype="fp32", value=0.0, request_id=None, epoch=None):
+    rows = len(frame.payload["slots"]) if rows is None else rows
+    hidden_size = frame.payload["shape"][2]
+    raw = wire.pack_hidden_states(torch.full((rows, hidden_size), value), dtype) if rows else None
+    shape = [1, rows, hidden_size] if frame.type == "RUN_PREFILL" else [rows, 1, hidden_size]
+    ids = {"request_id": request_id or frame.request_id, "epoch": epoch or frame.epoch}
+    session.writer.put("HIDDEN_STATE", {"shape": shape, "dtype": dtype}, raw=raw, **ids)
+
+
+LIES = {
+    "too many rows": lambda session, frame: answer(session, frame, rows=3),
+    "another dtype": lambda session, frame: answer(session, frame, rows=1, dtype="bf16"),
+    "another pass": lambda session, frame: answer(session, frame, rows=1, request_id=999),
+    "a later epoch": lambda session, frame: answer(session, frame, rows=1, epoch=99),
+    "twice": lambda session, frame: [answer(session, frame, rows=1, value=float("nan")) for _ in range(2)],
+    "loaded again": lambda session, frame: session.writer.put(
+        "LOAD_COMPLETE",
+        {"weight_bytes": 0, "packed_bytes": 0, "cached_bytes": 0, "received_bytes": 0},
+        epoch=frame.epoch,
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_node_that_lies_is_closed_and_the_request_goes_on_elsewhere(running, right, lie):
+    cluster = running(1)
+    liar = cluster.join("liar", on_run=LIES[lie])
+    cluster.wait_ready()
+    cluster.join("honest")
+    assert cluster.controller.wait_until(lambda state: len(state.nodes) == 2, 30)
+    if lie == "twice":  # the first answer is taken, and is not a number: that request fails, the second answer closes
+        with pytest.raises(coordinator.ApiError, match="not finite"):
+            cluster.generate()
+    else:
+        assert cluster.generate() == right
+    assert liar.closed.wait(30)
+    cluster.wait_ready()
+    assert cluster.generate() == right
+
+
+def test_hidden_states_that_are_not_numbers_fail_the_request_by_name(running):
+    cluster = running(1)
+    cluster.join("hot", on_run=lambda session, frame: answer(session, frame, rows=1, value=float("nan")))
+    cluster.wait_ready()
+    for _ in range(2):
+        with pytest.raises(coordinator.ApiError, match="not finite.*hot"):
+            cluster.generate()
+
+
+def test_a_failed_pass_fails_its_request_only(running, right):
+    cluster = running(1)
+    session = cluster.join("weak")
+    cluster.wait_ready()
+    run, calls = session._run, []
+
+    def fail_once(assignment, kind, request_id, payload, raw):
+        calls.append(kind)
+        if len(calls) == 1:
+            session._inference_error(assignment, request_id, "out_of_memory", "need 2 GiB, have 1 GiB")
+        else:
+            run(assignment, kind, request_id, payload, raw)
+
+    session._run = fail_once
+    with pytest.raises(coordinator.ApiError, match="node weak: out_of_memory: need 2 GiB"):
+        cluster.generate()
+    assert cluster.generate() == right
+
+
+def test_a_second_live_node_of_one_id_is_refused_and_a_dead_one_replaced(running, right):
+    cluster = running(1)
+    first = cluster.join("twin", instance=1)
+    cluster.wait_ready()
+    with pytest.raises(wire.Refused, match="another --node-id"):
+        cluster.join("twin", instance=2)
+    assert cluster.generate() == right
+    cluster.join("twin", instance=1)  # the same process again: its old connection is dead, whatever it looks like
+    assert first.closed.wait(30)
+    cluster.wait_ready()
+    assert cluster.generate() == right
+
+
+def test_requests_beyond_the_waiting_places_are_refused(running, monkeypatch):
+    monkeypatch.setattr(coordinator, "MAX_WAITING_REQUESTS", 3)
+    cluster = running(1)
+    release = threading.Event()
+    session = cluster.join("slow")
+    cluster.wait_ready()
+    session.submit(release.wait)  # the worker is busy until the test says so
+    sampling = coordinator.SamplingParams(temperature=0.0)
+    request = coordinator.GenerationRequest([[1, 2, 3]], 1, 4, sampling)
+    generations = [cluster.engine.submit(request) for _ in range(2)]
+    while cluster.engine.describe()["active_slots"] < 2:
+        generations[0].next_event(0.01)
+    generations += [cluster.engine.submit(request) for _ in range(3)]
+    with pytest.raises(coordinator.ApiError) as error:
+        cluster.engine.submit(request)
+    assert (error.value.status, error.value.type) == (503, "server_overloaded") and error.value.headers["Retry-After"]
+    for generation in generations:
+        generation.close()
+    release.set()
+    assert cluster.generate()
+    assert cluster.engine.describe()["waiting_requests"] == 0
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", bytes(64), b"\xff" * 64, b"\x00" * 7 + b"\x05hello"])
+def test_strangers_on_the_node_port_are_closed_and_change_nothing(running, data):
+    cluster = running(1)
+    with socket.create_connection(("127.0.0.1", cluster.port)) as sock:
+        sock.sendall(data)
+        sock.settimeout(30)
+        while sock.recv(4096):
+            pass
+    cluster.join("good")
+    cluster.wait_ready()
+    assert cluster.generate()
