@@ -74,21 +74,24 @@ from urllib.parse import unquote_to_bytes
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("KMP_BLOCKTIME", "0")
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.sandbox
-import numpy as np
-import tokenizers
-import torch
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import tqdm
-from safetensors import SafetensorError, safe_open
+try:
+    import jinja2
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.sandbox
+    import numpy as np
+    import tokenizers
+    import torch
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import tqdm
+    from safetensors import SafetensorError, safe_open
 
-import quant
-import qwen
-import wire
+    import quant
+    import qwen
+    import wire
+except ImportError as missing:
+    sys.exit(f"coordinator.py: {missing}; run: pip install -r requirements.txt")
 
 # ------------------------------------------------------------------------------
 # Errors
@@ -2279,6 +2282,13 @@ class ClusterState:
         )
 
     @property
+    def can_grow(self) -> bool:
+        """The plan in use has fewer stages than wanted (nodes were lost), and enough nodes are there again."""
+        if self.required is None or self.cost == "latency" or not self.is_ready:
+            return False
+        return len(self.plan.stages) < self.required <= len(self.nodes)
+
+    @property
     def required_count(self) -> int:
         """How many ready nodes it takes, as far as is known now."""
         if self.plan is not None:
@@ -2334,6 +2344,16 @@ class ClusterState:
                 f"; {n.node_id} could not load: {n.load_error}" for n in self.nodes.values() if n.paused_until > now
             ]
             raise NoPlan(str(error) + "".join(paused)) from None
+
+    def larger_plan(self, now: float) -> Plan | None:
+        """The plan over all required nodes, when the present one is smaller and they can be used; else None."""
+        offers = self.offers(now)
+        if not self.can_grow or self.to_measure(now) or len(offers) < self.required:
+            return None
+        try:
+            return make_plan(self.needs, offers, self.cost, self.required, self.epoch + 1)
+        except NoPlan:
+            return None
 
     def _stages_now(self, available: int, now: float) -> int | None:
         """How many stages the next plan has; raises NoPlan while too few nodes are there."""
@@ -2644,6 +2664,7 @@ def _listed(names: list[str]) -> str:
 
 HEARTBEAT_S = 2.0
 OLD_LINK_ANSWER_S = 2.0  # how long a link may stay silent before a newcomer of the same id replaces it
+GROW_LIMIT_S = 60.0  # how long a plan that lost nodes waits for an idle moment to spread over those that are back
 MAX_STRANGERS = 64  # connections that have not said HELLO yet
 # A node that still answers PING but not what it was asked is given up, and may join again.
 ANSWER_LIMIT_S = {"MEASURED": 120.0, "WEIGHTS_WANTED": 120.0, "LOAD_COMPLETE": 300.0, "HIDDEN_STATE": 120.0}
@@ -2816,8 +2837,10 @@ class Controller:
         self.on_ready: Callable[[Pipeline, Plan], None] = lambda pipeline, plan: None
         self.on_lost: Callable[[int, str], None] = lambda epoch, why: None
         self.deliver: Callable = lambda request, hidden_states, error: None
+        self.is_idle: Callable[[], bool] = lambda: True
         self.why_no_plan = ""
         self._may_measure = False
+        self._could_grow_since: float | None = None
         self._changed = threading.Condition()
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         self._stopping = False
@@ -3023,6 +3046,8 @@ class Controller:
         with self._changed:
             if node.state is NodeState.LOST:
                 return
+            if self._stopping:
+                return
             was_ready, epoch = self.cluster.is_ready, self.cluster.epoch
             self.cluster.lose(node, why, time.monotonic())
             lost_plan = was_ready and not self.cluster.is_ready
@@ -3046,16 +3071,20 @@ class Controller:
         with self._changed:
             late = self._late_links(time.monotonic())
             to_measure = self._grant_measurements()
+            old_epoch = self.cluster.epoch
             planned = self._next_plan()
-            if planned is None and not to_measure and not self._stopping:
+            grown = self._grown_plan(time.monotonic()) if planned is None else None
+            if planned is None and grown is None and not to_measure and not self._stopping:
                 self._changed.wait(timeout=1.0)
         for link, what in late:
             log.error("node %s: no %s in time; its connection is closed", link.node_id, what)
             link.connection.close()
         for node in to_measure:
             self._ask_to_measure(node)
-        if planned is not None:
-            self._start_loading(*planned)
+        if grown is not None:
+            self.on_lost(old_epoch, "nodes are back, and the layers are spread over them again")
+        if planned or grown:
+            self._start_loading(*(planned or grown))
 
     def _late_links(self, now: float) -> list[tuple[NodeLink, str]]:
         """Links that owe an answer for too long, with its name."""
@@ -3098,9 +3127,23 @@ class Controller:
                 log.warning("no plan: %s", error)
             self.why_no_plan = str(error)
             return None
-        if plan is None:
-            return None
         self.why_no_plan = ""
+        return None if plan is None else self._adopt(plan)
+
+    def _grown_plan(self, now: float) -> tuple[Plan, Pipeline] | None:
+        """A larger plan when nodes are back: at the next idle moment, at the latest after GROW_LIMIT_S."""
+        plan = self.cluster.larger_plan(now)
+        if plan is None:
+            self._could_grow_since = None
+            return None
+        if self._could_grow_since is None:
+            self._could_grow_since = now
+        if not self.is_idle() and now - self._could_grow_since < GROW_LIMIT_S:
+            return None
+        self._could_grow_since = None
+        return self._adopt(plan)
+
+    def _adopt(self, plan: Plan) -> tuple[Plan, Pipeline]:
         self.cluster.adopt(plan)
         links = [self.cluster.nodes[node_id].link for node_id in plan.node_ids]
         config = self.checkpoint.config
@@ -3428,6 +3471,7 @@ class Engine:
         self._lock = threading.Lock()  # guards _waiting_requests
         self._stopping = False
         self._rate = TokenRate()
+        controller.is_idle = lambda: not self.waiting and not any(slot.sequence for slot in self.slots)
         controller.on_ready = lambda pipeline, plan: self._inbox.put(lambda: self._on_ready(pipeline, plan))
         controller.on_lost = lambda epoch, why: self._inbox.put(lambda: self._on_lost(epoch, why))
         controller.deliver = lambda *result: self._inbox.put(lambda: self._on_result(*result))
@@ -4172,7 +4216,8 @@ def to_json(value: object) -> str:
 
 
 def json_response(status: int, body: dict, headers: dict[str, str] | None = None) -> Response:
-    return Response(status, to_json(body).encode("ascii"), headers=dict(headers or {}))
+    # The last newline is for people: a shell's prompt starts on a line of its own.
+    return Response(status, to_json(body).encode("ascii") + b"\n", headers=dict(headers or {}))
 
 
 def error_response(error: ApiError) -> Response:
@@ -5285,21 +5330,40 @@ FLAGS = (
     ("--api-port", {"type": int, "default": 8000, "help": "port of the HTTP API (8000; 0: any free)"}),
     ("--max-nodes", {"type": int, "help": "use exactly so many nodes, and wait for them"}),
     ("--min-nodes", {"type": int, "help": "start already with so many, when the model fits them"}),
-    ("--local-nodes", {"type": int, "help": "start so many nodes on this machine"}),
-    ("--plan", {"choices": PLAN_COSTS, "default": "even", "help": "what the split of the layers is best at (even)"}),
+    ("--local-nodes", {"type": int, "help": "start so many nodes on this machine, instead of --max-nodes"}),
+    (
+        "--plan",
+        {
+            "choices": PLAN_COSTS,
+            "default": "even",
+            "help": "even: equal bytes; throughput: the slowest stage; latency: the sum of stages and links (even)",
+        },
+    ),
     ("--target-node-memory-gb", {"type": float, "help": "GiB to assume for a node that does not know its memory"}),
     (
         "--quant",
-        {"choices": ("fp16", "int8", "int4"), "default": "fp16", "help": "fp16: not quantized, stored in --dtype"},
+        {
+            "choices": ("fp16", "int8", "int4"),
+            "default": "fp16",
+            "help": "fp16: not quantized, stored in --dtype (fp16)",
+        },
     ),
     ("--group-size", {"type": int, "choices": (32, 64, 128), "default": 64, "help": "weights per scale in int4 (64)"}),
     (
         "--dtype",
-        {"choices": ("fp16", "bf16", "fp32"), "default": "fp16", "help": "what unquantized weights are stored in"},
+        {
+            "choices": ("fp16", "bf16", "fp32"),
+            "default": "fp16",
+            "help": "what unquantized weights are stored in (fp16)",
+        },
     ),
     (
         "--wire-dtype",
-        {"choices": ("auto", "fp32", "fp16", "bf16"), "default": "auto", "help": "hidden states between nodes"},
+        {
+            "choices": ("auto", "fp32", "fp16", "bf16"),
+            "default": "auto",
+            "help": "hidden states between nodes (auto: fp16, fp32 with --dtype fp32)",
+        },
     ),
     ("--slots", {"type": int, "default": 4, "help": "conversations that are generated at once (4)"}),
     ("--max-context", {"type": int, "help": f"tokens per conversation (the model's, at most {DEFAULT_MAX_CONTEXT})"}),
@@ -5377,7 +5441,7 @@ class OneLineFormatter(logging.Formatter):
 def set_up_logging(level: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(OneLineFormatter("%(asctime)s coordinator %(levelname)s %(message)s", "%H:%M:%S"))
-    log.addHandler(handler)
+    log.handlers = [handler]
     log.setLevel(level.upper())
 
 
@@ -5592,8 +5656,11 @@ class Coordinator:
         args, config = self.args, self.model.checkpoint.config
         print(f"model {self.model.model_id}: {config.num_hidden_layers} layers, max context {self.model.max_context}")
         print(f"HTTP API on {args.api_host} port {self.server.port}, node port {node_port} on {args.node_host}")
+        if args.api_host in ("0.0.0.0", "::"):
+            print(f"from other machines: http://{url_host(machine_address())}:{self.server.port}/v1")
         if not args.local_nodes:
-            print(f"start nodes with: python node.py --host {machine_address()} --port {node_port}")
+            token = " --token-file FILE" if args.token else ""
+            print(f"start nodes with: python node.py --host {machine_address()} --port {node_port}{token}")
         sys.stdout.flush()
         if not args.token:
             log.warning("no --token: the node port is open to anyone who can reach it")
@@ -5631,6 +5698,7 @@ class Coordinator:
     def _on_signal(self, *_) -> None:
         if self.stopping.is_set():
             os._exit(EXIT_INTERRUPTED)
+        log.info("ending; once more ends at once")
         self.stopping.set()
 
     def stop(self) -> None:

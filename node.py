@@ -37,11 +37,14 @@ from pathlib import Path
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("KMP_BLOCKTIME", "0")
 
-import torch
+try:
+    import torch
 
-import quant
-import qwen
-import wire
+    import quant
+    import qwen
+    import wire
+except ImportError as missing:
+    sys.exit(f"node.py: {missing}; run: pip install torch msgpack numpy, and keep the four node files in one folder")
 
 log = logging.getLogger("node")
 
@@ -308,7 +311,9 @@ class Worker(threading.Thread):
                 layer.forward(hidden_states, segments, [cache], cos, sin).cpu()  # .cpu() waits for the device
                 best = min(best, time.perf_counter() - begin)
             layer_ms[str(rows)] = best * 1e3
-        kernels = {"few": choice.few, "many": choice.many, "threshold": str(choice.threshold)}
+        kernels = {"few": choice.few, "many": choice.many}
+        if choice.few != choice.many:
+            kernels["few is up to"] = f"{choice.threshold} tokens"
         return {"layer_ms": layer_ms, "kernels": kernels}
 
 
@@ -720,6 +725,9 @@ class Node:
             self.node_id, self.id_lock = args.node_id, None
         else:
             self.node_id, self.id_lock = claim_node_id(self.work_dir, hostname)
+        for handler in log.handlers:  # several nodes of one machine may share a terminal
+            form = f"%(asctime)s {self.node_id.replace('%', '%%')} %(levelname)s %(message)s"
+            handler.setFormatter(OneLineFormatter(form, "%H:%M:%S"))
         self.instance = uuid.uuid4().int >> 65  # 63 bits: tells this process from an earlier one of the same id
         self.max_memory_bytes = None if args.max_memory_gb is None else int(args.max_memory_gb * GIB)
         self.key = wire.token_key(args.token) if args.token else None
@@ -820,7 +828,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--port", "--cluster-port", type=int, default=7001, help="the coordinator's --node-port (7001)")
     parser.add_argument("--device", default="auto", help="auto, cuda, cuda:0, mps or cpu (auto: the fastest here)")
     parser.add_argument("--node-id", help="default: the host name and a number")
-    parser.add_argument("--work-dir", default="~/.cache/truecluster", help="where lock files and cached weights go")
+    parser.add_argument(
+        "--work-dir", default="~/.cache/truecluster", help="where its lock file goes (~/.cache/truecluster)"
+    )
     parser.add_argument("--max-memory-gb", type=float, help="use at most so many GiB (default: what is free)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     parser.add_argument("--token", help="the cluster's secret; better in TRUECLUSTER_TOKEN or --token-file")
@@ -854,7 +864,7 @@ def end_with_stdin() -> None:
 def main(argv: list[str] | None = None) -> int:
     handler = logging.StreamHandler()
     handler.setFormatter(OneLineFormatter("%(asctime)s node %(levelname)s %(message)s", "%H:%M:%S"))
-    log.addHandler(handler)
+    log.handlers = [handler]
     try:
         args = parse_args(argv)
         log.setLevel(args.log_level.upper())

@@ -6,6 +6,15 @@ from pathlib import Path
 import pytest
 from cluster import TINY_CHAT, Cluster
 
+import coordinator
+
+
+@pytest.fixture(autouse=True)
+def _no_handler_left_behind():
+    """A test that runs coordinator.main leaves a log handler on the output that pytest captured and then closes."""
+    yield
+    coordinator.log.handlers.clear()
+
 
 @pytest.fixture(scope="session")
 def real_model() -> Path:

@@ -272,6 +272,18 @@ def test_the_coordinator_survives_its_nodes_and_a_running_answer_goes_on(tmp_pat
         assert cluster.coordinator.process.poll() is None
 
 
+def test_a_plan_that_shrank_grows_again_when_the_node_is_back(tmp_path):
+    with Cluster(nodes=2, work_dir=tmp_path) as cluster:
+        cluster.nodes[0].kill()
+        seen = len(cluster.coordinator.lines)
+        cluster.wait_ready(after=seen)  # after the grace, on the node that is left
+        assert len(cluster.status()["plan"]) == 1 and cluster.chat_text("What is 12 + 30?") == "42"
+        seen = len(cluster.coordinator.lines)
+        cluster.add_node()
+        cluster.wait_ready(after=seen)
+        assert len(cluster.status()["plan"]) == 2 and cluster.chat_text("What is 12 + 30?") == "42"
+
+
 def test_local_nodes_end_with_a_killed_coordinator():
     flags = ["--local-nodes", "2", "--node-port", "0", "--api-port", "0", "--api-host", "127.0.0.1"]
     program = Program([sys.executable, str(ROOT / "coordinator.py"), *flags], env=environment())
