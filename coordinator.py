@@ -1352,6 +1352,7 @@ class TextStream:
     skip_special_tokens: special tokens do not show and have no logprobs.
     include_stop: the stop string stays in the text.
     text_offset: where the answer begins in the returned text (the length of an echoed prompt).
+    every_token: tokens that show no text (EOS, half a character at the end) are passed on too, for their logprobs.
     """
 
     def __init__(
@@ -1362,8 +1363,10 @@ class TextStream:
         skip_special_tokens: bool = True,
         include_stop: bool = False,
         text_offset: int = 0,
+        every_token: bool = False,
     ):
         self.stopped = False
+        self._every_token = every_token
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
         self._hidden_ids = hidden_ids
@@ -1376,6 +1379,8 @@ class TextStream:
         """The text that became final with this token; empty after a stop."""
         hidden = token_id in self._hidden_ids or (self._skip_special_tokens and self._tokenizer.is_special(token_id))
         data = b"" if hidden else self._tokenizer.token_bytes(token_id)
+        if self._every_token and not data and not self.stopped:
+            self._outbox.add("", [EmittedToken(token_id, b"", self._decoder.offset, logprob)])
         if self.stopped or not data:
             return Delta()
         text, offset = self._decoder.decode(data)
@@ -1388,7 +1393,7 @@ class TextStream:
 
     def finish(self) -> Delta:
         """At EOS or max_tokens: what was held back for a stop that never came. Half a character at the end is lost."""
-        return Delta() if self.stopped else self._outbox.take(len(self._outbox.text))
+        return Delta() if self.stopped else self._outbox.take(len(self._outbox.text), self._every_token)
 
     def _end_of_answer(self, text: str) -> int | None:
         """Where to cut for the stop that is complete first; of two that end together, the first in the list."""
@@ -1430,12 +1435,12 @@ class _Outbox:
         self.text += text
         self._tokens.extend(tokens)
 
-    def take(self, length: int) -> Delta:
-        """The first `length` characters and the tokens that begin in them."""
+    def take(self, length: int, every_token: bool = False) -> Delta:
+        """The first `length` characters and the tokens that begin in them, or all tokens."""
         text, self.text = self.text[:length], self.text[length:]
         self.sent += length
         tokens = []
-        while self._tokens and self._tokens[0].text_offset < self.sent:
+        while self._tokens and (every_token or self._tokens[0].text_offset < self.sent):
             tokens.append(self._tokens.popleft())
         return Delta(text, tokens)
 
@@ -4104,6 +4109,8 @@ class ChoiceText:
             parsed.skip_special_tokens,
             parsed.include_stop_str_in_output,
             text_offset=len(job.echo_texts[index // parsed.n]),
+            # Evaluation harnesses take the last entry for the one token they let be generated, whatever it is.
+            every_token=sampling.prompt_logprobs,
         )
         self._filter = ToolCallFilter() if parsed.tools else None
 

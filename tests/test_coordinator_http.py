@@ -676,7 +676,16 @@ def check_text_offsets(body):
             for token, offset in rows:
                 assert 0 <= offset <= len(choice["text"])
                 shown = choice["text"][offset:]  # shorter than the token where a stop string cut it
-                assert token.startswith(("bytes:", shown)) or shown.startswith(token)
+                # a control token, listed with `echo`, shows no text
+                assert token.startswith(("bytes:", "<|", shown)) or shown.startswith(token)
+
+
+def test_echo_lists_every_token(server):
+    """lm-eval drops the last entry, taking it for the generated token: EOS and half characters must have theirs."""
+    fields = {"prompt": "Hi", "echo": True, "logprobs": 1, "max_tokens": 50}
+    body = ask(server, "POST", COMPLETIONS, fields).json
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert len(body["choices"][0]["logprobs"]["tokens"]) == body["usage"]["total_tokens"]
 
 
 # --- OpenAI's client ---
