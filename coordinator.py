@@ -25,13 +25,14 @@ Sections, each using only what stands above it:
     files           Checkpoint
     threads         Links, Engine
     HTTP            metrics, from request to pieces of the answer, response objects, reading requests, who may ask,
-                    one request and its answer, routes, the server
+                    one request and its answer, the page, routes, the server
     program         Command line, Putting it together
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import codecs
 import contextlib
 import datetime
@@ -3833,7 +3834,7 @@ class TokenRate:
 # HTTP: metrics
 # ------------------------------------------------------------------------------
 # What the HTTP layer itself can count, as Prometheus text. Whoever owns other figures (the engine, the cluster) gives
-# them through a callback at the moment of the scrape.
+# them through a callback at the moment of the scrape; those whose names end in _total only grow, the rest are gauges.
 
 
 def printable(text: str, limit: int = 200) -> str:
@@ -3867,7 +3868,8 @@ class Metrics:
 
     def __init__(self):
         self._lock = threading.Lock()
-        self._counts: dict[str, dict[tuple, float]] = {name: {} for name in COUNTERS}
+        self._counts: dict[str, dict[tuple, float]] = {name: {(): 0} for name in COUNTERS}  # labels -> count
+        self._counts["truecluster_http_requests_total"].clear()  # the one with labels: they are not known before
         self._seconds = {name: [0] * (len(buckets) + 1) for name, (_, buckets) in HISTOGRAMS.items()}
         self._sums = dict.fromkeys(HISTOGRAMS, 0.0)
 
@@ -3891,7 +3893,7 @@ class Metrics:
             return self._counts[name].get(tuple(sorted(labels.items())), 0)
 
     def render(self, gauges: Iterable[Sample] = ()) -> str:
-        """Prometheus text format 0.0.4: our counters and histograms, then the caller's gauges."""
+        """Prometheus text format 0.0.4: our counters and histograms, then the caller's figures."""
         lines = []
         with self._lock:
             for name, text in COUNTERS.items():
@@ -3908,7 +3910,8 @@ class Metrics:
         for name, text, labels, value in sorted(gauges, key=lambda sample: sample[0]):
             if name not in described:
                 described.add(name)
-                lines += [f"# HELP {name} {text}", f"# TYPE {name} gauge"]
+                kind = "counter" if name.endswith("_total") else "gauge"
+                lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
             lines.append(_sample_line(name, labels, value))
         return "\n".join(lines) + "\n"
 
@@ -4523,6 +4526,12 @@ class RequestHead:
         return (path.rstrip("/") or "/") if path.isprintable() else None
 
     @property
+    def wants_page(self) -> bool:
+        """It asks for `/` as browsers do, which say that they take HTML."""
+        takes_html = "text/html" in (self.header("accept") or "").lower()
+        return takes_html and self.path == "/" and self.method in ("GET", "HEAD")
+
+    @property
     def wants_keep_alive(self) -> bool:
         options = {option.strip().lower() for option in (self.header("connection") or "").split(",")}
         return "keep-alive" in options if self.minor_version == 0 else "close" not in options
@@ -4671,9 +4680,9 @@ class AccessRules:
     own_names: frozenset[str] = frozenset({"localhost"})
 
     def check(self, head: RequestHead) -> None:
-        """ApiError 400 or 403 by Host and Origin, then 401 by key. /health and OPTIONS need no key."""
+        """ApiError 400 or 403 by Host and Origin, then 401 by key. /health, OPTIONS and the page need no key."""
         self._check_browser(head)
-        if self.api_key is None or head.method == "OPTIONS" or head.path == "/health":
+        if self.api_key is None or head.method == "OPTIONS" or head.path == "/health" or head.wants_page:
             return
         scheme, _, key = (head.header("authorization") or "").partition(" ")
         given = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
@@ -4723,7 +4732,7 @@ class AccessRules:
         headers["Access-Control-Expose-Headers"] = "x-request-id, retry-after"
         if head.method == "OPTIONS":
             asked = (head.header("access-control-request-headers") or "").lower().replace(" ", "").split(",")
-            extra = [name for name in asked if re.fullmatch("x-stainless-[a-z0-9-]{1,64}", name)]
+            extra = [name for name in asked if re.fullmatch("(x-stainless|openai)-[a-z0-9-]{1,64}", name)]
             headers["Access-Control-Allow-Methods"] = "GET, POST, OPTIONS"
             headers["Access-Control-Allow-Headers"] = ", ".join(["authorization", "content-type", *extra])
             headers["Access-Control-Max-Age"] = "600"
@@ -4967,14 +4976,331 @@ class EventStream:
 
 
 # ------------------------------------------------------------------------------
+# HTTP: the page
+# ------------------------------------------------------------------------------
+# What GET / shows in a browser: the plan, the speed, a chat. One constant without data, so that it needs no key: its
+# script asks /status and /v1/chat/completions as any client does, with the key that the user types. Node ids, errors
+# and answers are other people's text: they get into the page as text nodes only, and the policy forbids the rest.
+
+PAGE_STYLE = r"""
+:root { --paper: #f6f6f4; --card: #fff; --ink: #1d2125; --soft: #666e77; --line: #dcdcd8; --strong: #2457c5;
+  --on-strong: #fff; --bubble: #e8eefb; --good: #2c8a4b; --busy: #a86a00; --bad: #c03434; }
+@media (prefers-color-scheme: dark) { :root { --paper: #14171a; --card: #1d2125; --ink: #e4e7ea; --soft: #98a1ab;
+  --line: #333a41; --strong: #7fa6f8; --on-strong: #10151d; --bubble: #27344d; --good: #5fc27f; --busy: #dba24a;
+  --bad: #f07878; } }
+* { box-sizing: border-box; }
+[hidden] { display: none !important; }
+body { margin: 0 auto; padding: 28px 20px; max-width: 1000px; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, sans-serif; color-scheme: light dark; }
+header, .figures, .bar { display: flex; flex-wrap: wrap; align-items: baseline; gap: 4px 24px; }
+header { justify-content: space-between; margin-bottom: 20px; }
+h1 { margin: 0; font-size: 20px; overflow-wrap: anywhere; }
+h2 { margin: 24px 0 8px; font-size: 13px; font-weight: 600; color: var(--soft); }
+p { margin: 0; }
+.soft { color: var(--soft); font-size: 13px; }
+.figures b { font-size: 20px; font-variant-numeric: tabular-nums; }
+.notice { padding: 10px 14px; margin-bottom: 20px; border-left: 3px solid var(--busy); background: var(--card); }
+.boxes { display: flex; flex-wrap: wrap; gap: 14px 0; margin: 0; padding: 0; list-style: none; }
+.boxes li { display: flex; align-items: center; min-width: 0; }
+#plan li + li::before { content: "\2192"; width: 32px; text-align: center; font-size: 18px; color: var(--soft); }
+#others { gap: 14px; }
+.boxes:empty { display: none; }
+.box, .chat, #login { border: 1px solid var(--line); border-radius: 10px; background: var(--card); }
+.box { display: flex; flex-direction: column; align-self: stretch; width: 212px; padding: 12px 14px; }
+#others .box { border-style: dashed; }
+.box h3 { margin: 0 0 6px; font-size: 15px; overflow-wrap: anywhere; }
+.box dl { display: flex; flex-wrap: wrap; gap: 1px 14px; margin: 0 0 6px; font-size: 13px; }
+.box dl div { display: flex; justify-content: space-between; gap: 6px; width: 100%; }
+.box dt { color: var(--soft); white-space: nowrap; }
+.box dd { margin: 0; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
+.box meter { width: 100%; height: 7px; margin-top: auto; }
+.ready { color: var(--good); } .loading, .joined { color: var(--busy); } .lost, .error { color: var(--bad); }
+.chat { margin-top: 24px; padding: 14px; }
+#log { display: flex; flex-direction: column; gap: 10px; max-height: 52vh; overflow-y: auto; }
+#log:not(:empty) { margin-bottom: 14px; }
+#log div { max-width: 85%; white-space: pre-wrap; overflow-wrap: anywhere; }
+#log .user { align-self: flex-end; padding: 6px 12px; border-radius: 12px; background: var(--bubble); }
+#log p { white-space: normal; }
+textarea, input, button { padding: 8px 12px; border: 1px solid var(--line); border-radius: 8px; background: var(--card);
+  color: inherit; font: inherit; }
+textarea { display: block; width: 100%; resize: vertical; }
+button { cursor: pointer; }
+:focus-visible { outline: 2px solid var(--strong); outline-offset: -1px; }
+button.main { border-color: var(--strong); background: var(--strong); color: var(--on-strong); }
+.bar { align-items: center; gap: 8px; margin-top: 10px; }
+.bar input { width: 72px; padding: 4px 8px; margin-right: auto; }
+#login { display: grid; gap: 10px; max-width: 420px; padding: 18px; margin: 10vh auto 0; }
+#login .bar { margin: 0; }
+#login input { flex: 1; min-width: 0; padding: 8px 12px; margin: 0; }
+@media (max-width: 560px) { body { padding: 18px 14px; } .boxes li { flex-direction: column; width: 100%; }
+  #plan { gap: 0; } #plan li + li::before { content: "\2193"; } .box { width: 100%; } .box dl div { width: auto; }
+  .figures { gap: 4px 16px; } .figures b { font-size: 17px; } #temperature { width: 58px; } }
+"""
+
+PAGE_SCRIPT = r"""
+"use strict";
+const $ = (id) => document.getElementById(id);
+const turns = [];    // the conversation so far, as the API takes it
+let running = null;  // the AbortController of the answer that is being written
+let timer = 0;       // of the next poll
+let shown = "";      // what the boxes were made from
+
+function element(tag, className, text) {
+  const made = document.createElement(tag);
+  made.className = className;
+  made.textContent = text ?? "";
+  return made;
+}
+
+// --- asking the server ---
+
+async function call(path, options) {
+  const key = sessionStorage.getItem("key");
+  const bytes = new TextEncoder().encode(key ?? "");  // a header carries bytes: one char each
+  const bearer = key ? { Authorization: "Bearer " + String.fromCharCode(...bytes) } : {};
+  const headers = { ...options.headers, ...bearer };
+  const response = await fetch(path, { ...options, headers, cache: "no-store" });
+  if (response.status === 401) {
+    $("why").textContent = key ? "The server refused this key." : "This server asks for an API key.";
+    $("login").hidden = false;
+    $("main").hidden = true;
+    $("key").focus();
+  }
+  if (response.ok) return response;
+  const body = await response.json().catch(() => null);
+  throw new Error(body?.error?.message ?? `The server answered ${response.status}.`);
+}
+
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ; ) {
+    const { done, value } = await reader.read();
+    if (done) throw new Error("The answer broke off.");
+    const frames = (rest + value).split("\n\n");
+    rest = frames.pop();
+    for (const frame of frames) {
+      if (frame === "data: [DONE]") return;
+      if (frame.startsWith("data: ")) yield JSON.parse(frame.slice(6));
+    }
+  }
+}
+
+// --- plan and speed ---
+
+function size(bytes) {
+  const gib = bytes / 2 ** 30;
+  return gib < 1 ? `${Math.ceil(gib * 1024)} MiB` : `${gib.toFixed(1)} GiB`;
+}
+
+function box(node) {
+  const item = element("li", "");
+  const made = item.appendChild(element("div", "box"));
+  const facts = element("dl", "");
+  const fact = (name, text, className) =>
+    facts.appendChild(element("div", "")).append(element("dt", "", name), element("dd", className ?? "", text));
+  const used = (node.weight_bytes ?? 0) + (node.cache_bytes ?? 0), memory = node.memory_bytes;
+  const planned = node.layers && node.layer_ms?.["1"] * (node.layers[1] - node.layers[0]);
+  made.append(element("h3", "", node.node_id), facts);
+  fact("state", node.state, node.state);
+  fact("device", node.device);
+  if (node.layers) fact("layers", `${node.layers[0]}\u2013${node.layers[1] - 1}`);
+  if (used || memory) fact("memory", [used, memory].filter(Boolean).map(size).join(" / "));
+  if (node.pass_ms != null) fact("per pass", `${node.pass_ms.toFixed(1)} ms`);
+  else if (planned) fact("per token", `about ${planned.toFixed(1)} ms`);
+  if (used && memory) made.append(Object.assign(element("meter", ""), { value: used / memory, title: "memory used" }));
+  if (node.last_error) made.append(element("p", "error soft", node.last_error));
+  return item;
+}
+
+function show(status) {
+  const nodes = status.nodes ?? [], ready = status.state === "ready";
+  const stages = (status.plan ?? []).map((stage) => nodes.find((node) => node.node_id === stage.node_id) ??
+    { node_id: stage.node_id, state: "lost", layers: [stage.layer_start, stage.layer_end_exclusive] });
+  const others = nodes.filter((node) => !stages.includes(node));
+  $("login").hidden = true;
+  $("main").hidden = false;
+  $("model").textContent = status.model ?? "TrueCluster";
+  $("facts").textContent = `${status.quant}, ${status.max_context} tokens of context, ${status.state}`;
+  $("rate").textContent = (status.tokens_per_second ?? 0).toFixed(1);
+  $("active").textContent = `${status.active_slots ?? 0} of ${status.slots ?? 0}`;
+  $("waiting").textContent = status.waiting_requests ?? 0;
+  $("notice").hidden = ready;
+  const what = status.state === "loading" ? "The nodes load their layers" : "Waiting for nodes";
+  const counts = `${status.ready_nodes} of ${status.required_nodes} ready`;
+  if (!ready) $("notice").textContent = `${what}: ${counts}. ${status.why_not_ready ?? ""}`;
+  const now = JSON.stringify([stages, others], (name, value) => (name === "last_seen_s" ? 0 : value));
+  if (now === shown) return;
+  shown = now;
+  $("plan").replaceChildren(...stages.map(box));
+  $("others").replaceChildren(...others.map(box));
+  $("others-title").hidden = !others.length;
+  $("others-title").textContent = stages.length ? "Not in the plan" : "Nodes";
+}
+
+async function poll() {
+  if (document.hidden) return;
+  try {
+    show(await (await call("/status", { signal: AbortSignal.timeout(8000) })).json());
+  } catch (error) {
+    $("main").hidden = !$("login").hidden;
+    $("notice").hidden = false;
+    $("notice").textContent = `No news from the coordinator (${error.message}). Trying again.`;
+  }
+  clearTimeout(timer);
+  if ($("login").hidden) timer = setTimeout(poll, 1000);
+}
+
+// --- chat ---
+
+function add(place, piece) {
+  const log = $("log"), atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+  place.append(piece);
+  if (atEnd) log.scrollTop = log.scrollHeight;
+}
+
+async function ask(text) {
+  const answer = { role: "assistant", content: "" }, place = element("div", "assistant"), begun = performance.now();
+  let first = 0, tokens = 0, note = [], failed = false;
+  add($("log"), element("div", "user", text));
+  add($("log"), place);
+  turns.push({ role: "user", content: text });
+  setRunning(new AbortController());
+  try {
+    const body = JSON.stringify({ messages: turns, temperature: $("temperature").valueAsNumber, stream: true,
+      stream_options: { include_usage: true } });
+    const headers = { "Content-Type": "application/json" };
+    const response = await call("/v1/chat/completions", { method: "POST", headers, body, signal: running.signal });
+    for await (const chunk of events(response)) {
+      if (chunk.error) throw new Error(chunk.error.message);
+      tokens = chunk.usage?.completion_tokens ?? tokens;
+      if (chunk.choices[0]?.finish_reason === "length") note.push("cut off, no room left");
+      const piece = chunk.choices[0]?.delta?.content;
+      if (!piece) continue;
+      first ||= performance.now();
+      answer.content += piece;
+      add(place, piece);
+    }
+    note.push(`${tokens} tokens`);
+    if (first) note.push(`first after ${((first - begun) / 1000).toFixed(2)} s`);
+    if (tokens > 9) note.push(`then ${((tokens - 1) * 1000 / (performance.now() - first)).toFixed(1)} tokens/s`);
+  } catch (error) {
+    failed = error.name !== "AbortError";
+    note = [failed ? error.message : "stopped"];
+  }
+  add(place, element("p", failed ? "error" : "soft", note.join(", ")));
+  if (answer.content || !failed) turns.push(answer);
+  else if (turns.pop() && !$("text").value) $("text").value = text;  // as if it had not been asked
+  setRunning(null);
+}
+
+function setRunning(controller) {
+  running = controller;
+  $("send").hidden = $("new").hidden = running !== null;
+  $("stop").hidden = running === null;
+}
+
+$("ask").onsubmit = (event) => {
+  event.preventDefault();
+  const text = $("text").value.trim();
+  if (!text || running) return;
+  $("text").value = "";
+  ask(text);
+};
+$("text").onkeydown = (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  $("ask").requestSubmit();
+};
+$("stop").onclick = () => running?.abort();
+$("new").onclick = () => {
+  turns.length = 0;
+  $("log").replaceChildren();
+  $("text").focus();
+};
+$("login").onsubmit = (event) => {
+  event.preventDefault();
+  sessionStorage.setItem("key", $("key").value.trim());
+  $("key").value = "";
+  $("login").hidden = true;
+  poll();
+};
+document.onvisibilitychange = poll;
+poll();
+"""
+
+PAGE = f"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>TrueCluster</title>
+<style>{PAGE_STYLE}</style>
+<form id="login" hidden>
+  <p id="why"></p>
+  <div class="bar">
+    <input id="key" type="password" aria-label="API key" placeholder="API key" autocomplete="off" required>
+    <button class="main">Continue</button>
+  </div>
+  <p class="soft">It stays in this tab.</p>
+</form>
+<main id="main" hidden>
+  <header>
+    <div><h1 id="model"></h1><p class="soft" id="facts"></p></div>
+    <p class="figures">
+      <span><b id="rate"></b> tokens/s</span>
+      <span><b id="active"></b> slots busy</span>
+      <span><b id="waiting"></b> waiting</span>
+    </p>
+  </header>
+  <p class="notice" id="notice" role="status" hidden></p>
+  <ol class="boxes" id="plan" aria-label="Plan"></ol>
+  <h2 id="others-title" hidden></h2>
+  <ul class="boxes" id="others" aria-labelledby="others-title"></ul>
+  <section class="chat" aria-label="Chat">
+    <div id="log" role="log"></div>
+    <form id="ask">
+      <textarea id="text" rows="2" aria-label="Message" placeholder="Ask the model"></textarea>
+      <div class="bar">
+        <label class="soft" for="temperature">Temperature</label>
+        <input id="temperature" type="number" min="0" max="2" step="0.1" value="0.7">
+        <button type="button" id="new">New chat</button>
+        <button type="button" class="main" id="stop" hidden>Stop</button>
+        <button class="main" id="send">Send</button>
+      </div>
+    </form>
+  </section>
+</main>
+<noscript>This page needs JavaScript.</noscript>
+<script>{PAGE_SCRIPT}</script>
+</html>
+"""
+
+
+def _csp_hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+PAGE_HEADERS = {
+    "Content-Security-Policy": f"default-src 'none'; style-src {_csp_hash(PAGE_STYLE)}; "
+    f"script-src {_csp_hash(PAGE_SCRIPT)}; connect-src 'self'; require-trusted-types-for 'script'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",  # the same address answers other clients with plain text
+}
+
+
+# ------------------------------------------------------------------------------
 # HTTP: routes
 # ------------------------------------------------------------------------------
 
 
 def answer_root(exchange: Exchange, _: str) -> Response:
+    """The page for browsers; for everybody else a line and the routes."""
+    if exchange.head.wants_page:
+        return Response(200, PAGE.encode(), "text/html; charset=utf-8", dict(PAGE_HEADERS))
     routes = "\n".join(f"{route.methods[0]:5}{route.name}" for route in dict.fromkeys(ROUTES.values()))
     text = f"TrueCluster serves {exchange.service.model_id} with the OpenAI API. Routes:\n\n{routes}\n"
-    return Response(200, text.encode(), "text/plain; charset=utf-8")
+    return Response(200, text.encode(), "text/plain; charset=utf-8", {"Cache-Control": "no-store"})
 
 
 def answer_health(exchange: Exchange, _: str) -> Response:
@@ -5593,10 +5919,10 @@ class ClusterService:
             labels = {"state": state.value}
             samples.append(("truecluster_nodes", "Nodes by state.", labels, states.count(state.value)))
         for node in status["nodes"]:
-            labels = {"node": node["node_id"]}
             for direction in ("sent", "received"):
-                name = f"truecluster_link_{direction}_bytes"
-                samples.append((name, f"Bytes {direction} on the link.", labels, node[f"bytes_{direction}"]))
+                labels = {"node": node["node_id"], "direction": direction}
+                text = "Bytes between coordinator and node since it connected."
+                samples.append(("truecluster_link_bytes_total", text, labels, node[f"bytes_{direction}"]))
         return samples
 
 
