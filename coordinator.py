@@ -2673,7 +2673,7 @@ OLD_LINK_ANSWER_S = 2.0  # how long a link may stay silent before a newcomer of 
 GROW_LIMIT_S = 60.0  # how long a plan that lost nodes waits for an idle moment to spread over those that are back
 MAX_STRANGERS = 64  # connections that have not said HELLO yet
 # A node that still answers PING but not what it was asked is given up, and may join again.
-ANSWER_LIMIT_S = {"MEASURED": 120.0, "WEIGHTS_WANTED": 120.0, "LOAD_COMPLETE": 300.0, "HIDDEN_STATE": 120.0}
+ANSWER_LIMIT_S = {"MEASURED": 60.0, "WEIGHTS_WANTED": 120.0, "LOAD_COMPLETE": 300.0, "HIDDEN_STATE": 120.0}
 
 
 class NodeLink:
@@ -3034,8 +3034,11 @@ class Controller:
         reason = frame.payload["reason"]
         log.error("node %s could not load: %s", node.node_id, reason)
         with self._changed:
+            if node.state is not NodeState.LOADING:
+                raise node.link.connection.bad_frame("LOAD_FAILED, but it is not loading")
             node.link.awaited = None
             self.cluster.load_failed(node, reason, frame.payload["have_bytes"], time.monotonic())
+            self.pipeline = None
             self._changed.notify_all()
 
     def _on_hidden_state(self, link: NodeLink, frame: wire.Frame) -> None:
@@ -3209,7 +3212,12 @@ class Controller:
 
     def _wait_for_wanted(self, link: NodeLink, epoch: int) -> set[str] | None:
         while True:
-            answer = link.wanted.get()
+            try:
+                answer = link.wanted.get(timeout=1.0)
+            except queue.Empty:
+                if self.cluster.epoch != epoch or self.cluster.plan is None:
+                    return None
+                continue
             if answer is None or self.cluster.epoch != epoch:
                 link.wanted.put(answer)  # the thread of a newer plan may be waiting for it
                 return None
@@ -3345,10 +3353,16 @@ LOGPROB_SLAB = 64  # prompt rows through the head at a time: 152k logits each
 
 @dataclass
 class Slot:
-    """One conversation's place in every stage's caches. `tokens` are the ids sent to it in this epoch."""
+    """One conversation's place in every stage's caches.
+
+    `tokens` are the ids sent to it in this epoch. The first `settled` of them are in all stages for certain: later ones
+    may still be on their way to the last stages.
+    """
 
     index: int
     tokens: list[int] = field(default_factory=list)
+    settled: int = 0
+    in_flight: int = 0  # passes that carry rows of this slot, also of a sequence that has left it
     sequence: Sequence | None = None
     used_at: float = 0.0
 
@@ -3448,6 +3462,7 @@ class Row:
     start: int
     stop: int
     is_last: bool  # its last row's logits give the next token
+    slot: Slot
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
@@ -3588,6 +3603,8 @@ class Engine:
     def _on_ready(self, pipeline: Pipeline, plan: Plan) -> None:
         if self.controller.pipeline is not pipeline:
             return  # lost again meanwhile
+        if self.pipeline is not None:  # the word that the plan before is lost comes later than this one
+            self._on_lost(self.pipeline.epoch, "a new plan is in use")
         log.info("epoch %d: ready to generate over %d stage(s)", plan.epoch, len(plan.stages))
         self.pipeline = pipeline
         self.outage_since = None
@@ -3602,7 +3619,7 @@ class Engine:
         self.outage_since = time.monotonic()
         running = sorted((s.sequence for s in self.slots if s.sequence), key=lambda s: s.generation.created_at)
         for slot in self.slots:
-            slot.sequence, slot.tokens = None, []
+            slot.sequence, slot.tokens, slot.settled, slot.in_flight = None, [], 0, 0
         for sequence in reversed(running):
             sequence.slot, sequence.sent, sequence.in_flight = None, 0, 0
             if not sequence.output_ids:
@@ -3616,12 +3633,16 @@ class Engine:
         self.in_flight.pop(request.request_id, None)
         for row in rows:
             row.sequence.in_flight -= 1
+            row.slot.in_flight -= 1
         if error is not None:
             for row in rows:
-                if row.sequence.slot is not None:
-                    row.sequence.slot.tokens = []  # whatever the stages hold now, it is not relied on
-                    self._fail(row.sequence, ApiError(500, f"Inference failed on {error}", "server_error"))
+                row.slot.tokens, row.slot.settled = [], 0  # whatever the stages hold now, it is not relied on
+                if row.slot.sequence is not None:  # also one that has the slot by now: it built on what was there
+                    self._fail(row.slot.sequence, ApiError(500, f"Inference failed on {error}", "server_error"))
             return
+        for row in rows:
+            if row.slot.in_flight == 0:
+                row.slot.settled = len(row.slot.tokens)
         self._use_rows(rows, hidden_states)
 
     def _on_stop(self, reason: str) -> None:
@@ -3631,10 +3652,9 @@ class Engine:
         self.waiting.clear()
 
     def _fail_running(self) -> None:
-        """Ends every request that is in a slot with a 500."""
-        self.in_flight.clear()
+        """Ends every request that is in a slot with a 500. Passes on their way come back and are counted as ever."""
         for slot in self.slots:
-            slot.tokens = []
+            slot.tokens, slot.settled = [], 0
             if slot.sequence is not None:
                 self._fail(slot.sequence, ApiError.internal())
 
@@ -3679,13 +3699,16 @@ class Engine:
         usable = 0 if sequence.wants_prompt_logprobs else len(ids) - 1
         prefixes = {slot.index: min(usable, common_prefix(slot.tokens, ids)) for slot in self.slots}
         slot = max(free, key=lambda s: (prefixes[s.index], -len(s.tokens), -s.used_at))
-        source = max(self.slots, key=lambda s: prefixes[s.index])
+        # COPY_CACHE reaches the later stages before passes that are still in an earlier one. So it may copy only what all
+        # stages hold, and only to where no such pass will write.
+        settled = {s.index: min(prefixes[s.index], s.settled) for s in self.slots}
+        source = max(self.slots, key=lambda s: settled[s.index])
         start = prefixes[slot.index]
-        if prefixes[source.index] >= start + COPY_WORTH_TOKENS:
-            start = prefixes[source.index]
+        if slot.in_flight == 0 and settled[source.index] >= start + COPY_WORTH_TOKENS:
+            start = settled[source.index]
             payload = {"from_slot": source.index, "to_slot": slot.index, "length": start}
             self.pipeline.control("COPY_CACHE", payload)
-        slot.tokens = ids[:start]
+        slot.tokens, slot.settled = ids[:start], min(slot.settled, start)
         slot.sequence, slot.used_at = sequence, time.monotonic()
         sequence.slot, sequence.sent, sequence.in_flight = slot, start, 0
         if not sequence.output_ids:
@@ -3705,7 +3728,7 @@ class Engine:
             if slot.sequence is not None and not slot.sequence.is_prefilling and slot.sequence.in_flight == 0
         ]
         if ready:
-            self._send("RUN_DECODE", [Row(s, s.length - 1, s.length, True) for s in ready])
+            self._send("RUN_DECODE", [Row(s, s.length - 1, s.length, True, s.slot) for s in ready])
 
     def _send_prefill_chunk(self) -> None:
         """The next chunk of the sequence that was admitted first; chunks follow one another without waiting."""
@@ -3715,7 +3738,7 @@ class Engine:
             return
         sequence = min(prefilling, key=lambda s: s.slot.used_at)
         stop = min(sequence.length, sequence.sent + PREFILL_CHUNK)
-        self._send("RUN_PREFILL", [Row(sequence, sequence.sent, stop, stop == sequence.length)])
+        self._send("RUN_PREFILL", [Row(sequence, sequence.sent, stop, stop == sequence.length, sequence.slot)])
 
     def _send(self, kind: str, rows: list[Row]) -> None:
         token_ids, slots, positions = [], [], []
@@ -3724,7 +3747,8 @@ class Engine:
             token_ids += ids
             slots += [row.sequence.slot.index] * len(ids)
             positions += range(row.start, row.stop)
-            row.sequence.slot.tokens += ids
+            row.slot.tokens += ids
+            row.slot.in_flight += 1
             row.sequence.sent = row.stop
             row.sequence.in_flight += 1
         if rows[0].sequence.wants_prompt_logprobs:
@@ -3743,7 +3767,11 @@ class Engine:
         if all(row.sequence.slot is None for row in rows):
             return  # cancelled meanwhile
         if rows[0].sequence.wants_prompt_logprobs:
-            self._collect_prompt_logprobs(rows[0], hidden_states)
+            try:
+                self._collect_prompt_logprobs(rows[0], hidden_states)
+            except FloatingPointError as error:
+                self._fail_not_finite(rows[0].sequence, error)
+                return
             hidden_states = hidden_states[-1:]
         if not rows[-1].is_last:
             return
@@ -3760,13 +3788,15 @@ class Engine:
             try:
                 token_id, logprob = sequence.sampler.sample(row_logits)
             except FloatingPointError as error:
-                stages = ", ".join(link.node_id for link in self.pipeline.links)
-                self._fail(
-                    sequence,
-                    ApiError(500, f"The model's output is not finite ({error}); nodes: {stages}", "server_error"),
-                )
+                self._fail_not_finite(sequence, error)
                 continue
             self._use_token(sequence, token_id, logprob)
+
+    def _fail_not_finite(self, sequence: Sequence, error: FloatingPointError) -> None:
+        sequence.slot.tokens, sequence.slot.settled = [], 0  # the caches may hold what made it so
+        stages = ", ".join(link.node_id for link in self.pipeline.links)
+        reason = f"The model's output is not finite ({error}); nodes: {stages}"
+        self._fail(sequence, ApiError(500, reason, "server_error"))
 
     def _use_token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
         request = sequence.generation.request

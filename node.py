@@ -539,7 +539,7 @@ class Session:
 
     def _tensor_arrived(self, assignment: Assignment, name: str, arrival: Arrival) -> None:
         """(worker) Moves a staged tensor to the device; packs a layer as soon as it is complete."""
-        if self._is_stale(assignment):
+        if self._is_stale(assignment) or self.worker.stage is None:  # None: loading has failed, which was reported
             return
         layer_index = int(name.split(".")[2])  # model.layers.<i>....
         layer = self.worker.stage.layers[layer_index]
@@ -617,9 +617,17 @@ class Session:
 
     def on_copy_cache(self, frame: wire.Frame) -> None:
         payload = frame.payload
-        self._on_stage(lambda stage: stage.copy(payload["from_slot"], payload["to_slot"], payload["length"]))
 
-    def _on_stage(self, change) -> None:
+        def copy(stage: qwen.Stage) -> None:
+            try:
+                stage.copy(payload["from_slot"], payload["to_slot"], payload["length"])
+            except (qwen.InvalidPass, RuntimeError, MemoryError):
+                stage.clear([payload["to_slot"]])  # what was there before must not be taken for the copy
+                raise
+
+        self._on_stage(copy)
+
+    def _on_stage(self, change: Callable[[qwen.Stage], None]) -> None:
         assignment = self.assignment
 
         def apply():

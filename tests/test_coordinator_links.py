@@ -145,6 +145,35 @@ def test_a_pass_that_never_returns_loses_its_stage_and_goes_on_elsewhere(running
     assert stuck.closed.is_set()
 
 
+def test_a_copied_prefix_waits_for_the_stages_that_do_not_hold_it_yet(running):
+    cluster = running(2)
+    sessions = {name: cluster.join(name) for name in ("a", "b")}
+    cluster.wait_ready()
+    sampling = coordinator.SamplingParams(temperature=0.0, ignore_eos=True)
+
+    def submit(*prompts):
+        return cluster.engine.submit(coordinator.GenerationRequest(list(prompts), 1, 8, sampling))
+
+    def tokens(generation):
+        events = iter(lambda: generation.next_event(60), generation.DONE)
+        return [event.token_id for event in events if isinstance(event, coordinator.TokenEvent)]
+
+    old, new = [(7 * i) % 250 for i in range(100)], [(11 * i) % 250 + 1 for i in range(60)]
+    tokens(submit([1, *old], [2, *old]))  # both slots hold other, longer conversations
+    first_stage = sessions[cluster.controller.cluster.plan.node_ids[0]]
+    release = threading.Event()
+    first_stage.submit(release.wait)
+    generations = []
+    for _ in range(2):
+        generations.append(submit(new))
+        while cluster.engine.describe()["active_slots"] < len(generations):
+            generations[0].next_event(0.01)
+    release.set()
+    answers = [tokens(generation) for generation in generations]
+    tokens(submit([1, *old], [2, *old]))
+    assert answers == [tokens(submit(new))] * 2
+
+
 def answer(session, frame, rows=None, dtype="fp32", value=0.0, request_id=None, epoch=None):
     rows = len(frame.payload["slots"]) if rows is None else rows
     hidden_size = frame.payload["shape"][2]
