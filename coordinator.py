@@ -93,6 +93,8 @@ try:
     import wire
 except ImportError as missing:
     sys.exit(f"coordinator.py: {missing}; run: pip install -r requirements.txt")
+except KeyboardInterrupt:  # importing torch takes seconds
+    sys.exit(130)
 
 # ------------------------------------------------------------------------------
 # Errors
@@ -2216,6 +2218,7 @@ class ClusterState:
         self.plan: Plan | None = None
         self.epoch = 0
         self.incomplete_since: float | None = None  # when a plan that was in use became void
+        self.available, self.available_since = 0, float("-inf")  # nodes that could be used; when their number last grew
         self.refused: str | None = None  # why no plan can ever work
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
@@ -2337,11 +2340,16 @@ class ClusterState:
         """A new plan when one is needed and possible now; raises NoPlan when the nodes cannot hold the model."""
         if self.refused is not None:
             raise NoPlan(self.refused)
-        if self.plan is not None or self.to_measure(now):
-            return None
-        if not self.nodes:
+        if self.plan is not None or not self.nodes:
             return None
         offers = self.offers(now)
+        # Requests wait while a plan is void: then a node that takes long to measure is not waited for.
+        recovering = self.incomplete_since is not None and now - self.incomplete_since >= 2 * RECOVERY_GRACE_S
+        if self.to_measure(now) and not (recovering and offers):
+            return None
+        if len(offers) > self.available:
+            self.available_since = now  # one has come back: the others may be on their way too
+        self.available = len(offers)
         try:
             required = self._stages_now(len(offers), now)
             return make_plan(self.needs, offers, self.cost, required, self.epoch + 1, at_least=self.minimum or 1)
@@ -2367,7 +2375,8 @@ class ClusterState:
             return None
         if available >= self.required:
             return self.required
-        if self.incomplete_since is not None and now - self.incomplete_since >= RECOVERY_GRACE_S:
+        changed_at = max(self.incomplete_since or 0.0, self.available_since)
+        if self.incomplete_since is not None and now - changed_at >= RECOVERY_GRACE_S:
             return available  # after a loss: whoever is left, if the model fits
         if self.minimum is not None and available >= self.minimum:
             return available
@@ -2687,14 +2696,16 @@ class NodeLink:
         self.rtt_ms = 0.0
         self.pinged_at: float | None = None
         self.pass_ms: float | None = None  # smoothed time from RUN_* to HIDDEN_STATE
-        self.awaited: tuple[str, float] | None = None  # the message that must come next, and when it is late
+        self.answered_at = 0.0  # when its last HIDDEN_STATE came
+        # The message that must come next, when it is late, and of which epoch it is (None: of none).
+        self.awaited: tuple[str, float, int | None] | None = None
 
     @property
     def measuring(self) -> bool:
         return self.awaited is not None and self.awaited[0] == "MEASURED"
 
-    def expect(self, type: str) -> None:
-        self.awaited = (type, time.monotonic() + ANSWER_LIMIT_S[type])
+    def expect(self, type: str, epoch: int | None = None) -> None:
+        self.awaited = (type, time.monotonic() + ANSWER_LIMIT_S[type], epoch)
 
     def ping(self) -> None:
         self.pinged_at = time.monotonic()
@@ -2755,7 +2766,13 @@ class Pipeline:
         """Links that have not answered a pass for too long."""
         with self._lock:
             passes = list(self._passes.values())
-        late_stages = {p.stage for p in passes if now - p.sent_at > ANSWER_LIMIT_S["HIDDEN_STATE"]}
+
+        def is_late(request: Pass) -> bool:  # stages answer in order, so a pass counts from the answer before it
+            link = self.links[request.stage]
+            limit = max(ANSWER_LIMIT_S["HIDDEN_STATE"], 20 * (link.pass_ms or 0.0) / 1e3)
+            return now - max(request.sent_at, link.answered_at) > limit
+
+        late_stages = {request.stage for request in passes if is_late(request)}
         return [self.links[stage] for stage in sorted(late_stages)]
 
     def control(self, type: str, payload: dict) -> None:
@@ -2796,7 +2813,8 @@ class Pipeline:
     def on_hidden_state(self, link: NodeLink, frame: wire.Frame) -> None:
         """Hands a stage's output to the next stage, or the last one's to the engine."""
         request = self.expected(link, frame)
-        ms = (time.monotonic() - request.sent_at) * 1e3
+        link.answered_at = time.monotonic()
+        ms = (link.answered_at - request.sent_at) * 1e3
         link.pass_ms = ms if link.pass_ms is None else 0.9 * link.pass_ms + 0.1 * ms
         if request.stage < len(self.links) - 1:
             request.stage += 1
@@ -2811,7 +2829,10 @@ class Pipeline:
 
     def on_inference_error(self, link: NodeLink, frame: wire.Frame) -> None:
         with self._lock:
-            request = self._passes.pop(frame.request_id, None)
+            request = self._passes.get(frame.request_id)
+            if request is not None and self.links[request.stage] is not link:
+                raise link.connection.bad_frame(f"INFERENCE_ERROR for pass {frame.request_id}, which it does not hold")
+            self._passes.pop(frame.request_id, None)
         reason = f"node {link.node_id}: {frame.payload['code']}: {frame.payload['message']}"
         log.error("%s", reason)
         if request is not None:
@@ -3097,8 +3118,12 @@ class Controller:
 
     def _late_links(self, now: float) -> list[tuple[NodeLink, str]]:
         """Links that owe an answer for too long, with its name."""
-        links = [node.link for node in self.cluster.nodes.values()]
-        late = [(link, link.awaited[0]) for link in links if link.awaited is not None and now > link.awaited[1]]
+        current = (None, self.cluster.epoch if self.cluster.plan is not None else None)
+        late = []
+        for node in self.cluster.nodes.values():
+            awaited = node.link.awaited
+            if awaited is not None and now > awaited[1] and awaited[2] in current:
+                late.append((node.link, awaited[0]))
         if self.pipeline is not None:
             late += [(link, "HIDDEN_STATE") for link in self.pipeline.late_links(now)]
         return late
@@ -3186,7 +3211,7 @@ class Controller:
 
     def _load(self, link: NodeLink, epoch: int, stage: StagePlan, tensors: list[qwen.StoredTensor]) -> None:
         try:
-            link.expect("WEIGHTS_WANTED")
+            link.expect("WEIGHTS_WANTED", epoch)
             link.writer.put("ASSIGNMENT", self._assignment(stage, tensors), epoch=epoch, wait=True)
             wanted = self._wait_for_wanted(link, epoch)
             if wanted is None:
@@ -3195,8 +3220,10 @@ class Controller:
             if unknown:
                 raise link.connection.bad_frame(f"it wants {min(unknown)!r}, which is not its own")
             sent = self._send_weights(link, epoch, [tensor for tensor in tensors if tensor.name in wanted])
+            if self.cluster.epoch != epoch or self.cluster.plan is None:
+                return
             complete = {"tensor_count": len(wanted), "total_weight_bytes": sent}
-            link.expect("LOAD_COMPLETE")
+            link.expect("LOAD_COMPLETE", epoch)
             link.writer.put("WEIGHTS_COMPLETE", complete, epoch=epoch, wait=True)
         except (wire.PeerClosed, wire.PeerSilent) as error:
             log.warning("loading %s stopped: %s", link.node_id, error)  # its reader reports the loss
@@ -6083,6 +6110,8 @@ def main(argv: list[str] | None = None) -> int:
     except StartupError as error:
         print(f"coordinator.py: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":

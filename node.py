@@ -45,6 +45,8 @@ try:
     import wire
 except ImportError as missing:
     sys.exit(f"node.py: {missing}; run: pip install torch msgpack numpy, and keep the four node files in one folder")
+except KeyboardInterrupt:  # importing torch takes seconds
+    sys.exit(130)
 
 log = logging.getLogger("node")
 
