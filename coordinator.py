@@ -2340,16 +2340,16 @@ class ClusterState:
         """A new plan when one is needed and possible now; raises NoPlan when the nodes cannot hold the model."""
         if self.refused is not None:
             raise NoPlan(self.refused)
-        if self.plan is not None or not self.nodes:
+        if self.plan is not None:
             return None
         offers = self.offers(now)
-        # Requests wait while a plan is void: then a node that takes long to measure is not waited for.
-        recovering = self.incomplete_since is not None and now - self.incomplete_since >= 2 * RECOVERY_GRACE_S
-        if self.to_measure(now) and not (recovering and offers):
-            return None
         if len(offers) > self.available:
             self.available_since = now  # one has come back: the others may be on their way too
         self.available = len(offers)
+        # Requests wait while a plan is void: then a node that takes long to measure is not waited for.
+        recovering = self.incomplete_since is not None and now - self.incomplete_since >= 2 * RECOVERY_GRACE_S
+        if not self.nodes or (self.to_measure(now) and not (recovering and offers)):
+            return None
         try:
             required = self._stages_now(len(offers), now)
             return make_plan(self.needs, offers, self.cost, required, self.epoch + 1, at_least=self.minimum or 1)

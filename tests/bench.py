@@ -2,6 +2,7 @@
 
     python tests/bench.py --quality --model DIR     # how far int8 and int4 are from fp32, on real text
     python tests/bench.py --speed --model DIR       # decode and prefill of running clusters, Transformers beside them
+    python tests/bench.py --sampler                 # milliseconds per sampled token at a vocabulary of 152k
 
 Machines are noisy: compare figures of one run with one another, not with another day's.
 
@@ -21,6 +22,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -187,11 +189,50 @@ def speed(args: argparse.Namespace) -> dict:
     return figures
 
 
+# ----------------------------------------------------------------------------
+# Sampler
+# ----------------------------------------------------------------------------
+
+VOCABULARY = 151_936
+SAMPLER_SETTINGS = {
+    "greedy": {"temperature": 0.0},
+    "temperature 1": {},
+    "temperature 0.7, top_p 0.8, top_k 20": {"temperature": 0.7, "top_p": 0.8, "top_k": 20},
+    "the same, penalties": {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "frequency_penalty": 0.5},
+    "temperature 0.7, top_p 0.95": {"temperature": 0.7, "top_p": 0.95},
+    "min_p 0.05": {"min_p": 0.05},
+    "greedy, 5 logprobs": {"temperature": 0.0, "top_logprobs": 5},
+}
+
+
+def sampler(args: argparse.Namespace) -> dict:
+    """Median milliseconds of Sampler.sample on logits as peaked as a model's, and on flat ones (the worst case)."""
+    torch.manual_seed(0)
+    flat = torch.randn(VOCABULARY)
+    peaked = flat * 2 + 12 * torch.rand(VOCABULARY) ** 400  # a few hundred tokens stand out
+    mask = np.ones(VOCABULARY, dtype=bool)
+    figures, rows = {}, []
+    for name, fields in SAMPLER_SETTINGS.items():
+        figures[name] = {}
+        for kind, logits in (("peaked", peaked), ("flat", flat)):
+            one = coordinator.Sampler(coordinator.SamplingParams(seed=1, **fields), mask, list(range(1000)))
+            seconds = []
+            for _ in range(100):
+                begin = time.perf_counter()
+                one.sample(logits)
+                seconds.append(time.perf_counter() - begin)
+            figures[name][kind] = 1e3 * statistics.median(seconds)
+        rows.append((name, f"{figures[name]['peaked']:.3f}", f"{figures[name]['flat']:.3f}"))
+    print(table(("settings", "peaked logits, ms", "flat logits, ms"), rows))
+    return figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=TINY_CHAT)
     parser.add_argument("--quality", action="store_true")
     parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--sampler", action="store_true")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of text for --quality")
     parser.add_argument("--quant", default="fp16,int8,int4")
     parser.add_argument("--nodes", default="1,2,3")
@@ -199,13 +240,15 @@ def main() -> None:
     parser.add_argument("--decoded", type=int, default=48, help="tokens to decode for --speed")
     parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args()
-    if not (args.quality or args.speed):
-        parser.error("give --quality, --speed or both")
+    if not (args.quality or args.speed or args.sampler):
+        parser.error("give --quality, --speed or --sampler")
     figures = {"model": args.model.name, "threads": torch.get_num_threads()}
     if args.quality:
         figures["quality"] = quality(args)
     if args.speed:
         figures["speed"] = speed(args)
+    if args.sampler:
+        figures["sampler"] = sampler(args)
     print(json.dumps(figures))
 
 

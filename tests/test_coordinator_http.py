@@ -1120,7 +1120,7 @@ def test_slow_clients_are_timed_out_and_hold_up_nobody():
 
 def test_many_idle_connections_do_not_disturb(server):
     with contextlib.ExitStack() as stack:
-        for _ in range(300):
+        for _ in range(500):
             stack.enter_context(connect(server))
         assert complete(server).status == 200
     assert complete(server).status == 200

@@ -529,6 +529,38 @@ def test_without_a_spare_a_restarting_node_has_a_grace():
     assert len(cluster.next_plan(104.0).stages) == 3
 
 
+def test_a_smaller_plan_grows_when_the_nodes_are_back():
+    a, b = (node(x, host=x) for x in "ab")
+    cluster = cluster_of(a, b, required=2)
+    load(cluster)
+    assert cluster.larger_plan(50.0) is None  # nothing is missing
+    cluster.lose(b, "closed", 100.0)
+    load(cluster, 100.0 + RECOVERY_GRACE_S)
+    assert cluster.larger_plan(106.0) is None  # the other node is not there
+    back = node("b", host="b", measured=False)
+    cluster.join(back)
+    assert cluster.larger_plan(107.0) is None  # not measured yet
+    back.measured = {"layer_ms": {"1": 1.0}}
+    larger = cluster.larger_plan(108.0)
+    assert (larger.node_ids, larger.epoch) == (("a", "b"), 3)
+    cluster.adopt(larger)
+    assert {n.state for n in (a, back)} == {NodeState.LOADING}
+
+
+def test_the_grace_starts_again_when_a_node_comes_back():
+    a, b, c = (node(x, host=x) for x in "abc")
+    cluster = cluster_of(a, b, c, required=3)
+    load(cluster)
+    for lost in (a, b, c):
+        cluster.lose(lost, "closed", 100.0)
+    cluster.next_plan(101.0)
+    cluster.join(node("a", host="a"))
+    for now in (200.0, 200.0 + RECOVERY_GRACE_S - 0.01):  # the others may be on their way too
+        with pytest.raises(NoPlan, match="3 nodes are required, 1 can be used"):
+            cluster.next_plan(now)
+    assert cluster.next_plan(200.0 + RECOVERY_GRACE_S).node_ids == ("a",)
+
+
 def test_recovery_over_the_nodes_that_are_left_only_if_the_model_fits():
     a, b = (node(x, free=265, host=x) for x in "ab")
     cluster = cluster_of(a, b, required=2)
