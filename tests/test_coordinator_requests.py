@@ -7,6 +7,7 @@ import dataclasses
 import json
 
 import pytest
+
 from coordinator import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,

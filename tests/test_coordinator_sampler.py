@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
+
 from coordinator import LOGPROB_FLOOR, Sampler, SamplingParams, logprob_rows
 
 VOCAB = 151936  # Qwen2.5's embedding; 151665 of its rows have a token
