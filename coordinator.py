@@ -2806,7 +2806,8 @@ class Pipeline:
         shape = self._shape(request.kind, request.kept_rows if last else len(request.slots))
         if frame.payload["shape"] != shape or frame.payload["dtype"] != self.wire_dtype:
             raise link.connection.bad_frame(
-                f"HIDDEN_STATE {frame.payload['shape']} in {frame.payload['dtype']}, expected {shape} in {self.wire_dtype}"
+                f"HIDDEN_STATE {frame.payload['shape']} in {frame.payload['dtype']}, "
+                f"expected {shape} in {self.wire_dtype}"
             )
         return request
 
@@ -3008,7 +3009,8 @@ class Controller:
                 if old.link.connection.last_received > asked_at:
                     raise wire.Refused(
                         "duplicate_node_id",
-                        f"a node with the id {hello['node_id']} is connected from {old.host}; give this one another --node-id",
+                        f"a node with the id {hello['node_id']} is connected from {old.host}; "
+                        "give this one another --node-id",
                     )
                 if old.state is NodeState.LOST:
                     return
@@ -5777,7 +5779,7 @@ HIGHEST = {"node_port": 65535, "api_port": 65535, "slots": 1024, "max_nodes": 10
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The flags, checked; raises StartupError."""
     parser = argparse.ArgumentParser(
-        description="TrueCluster's coordinator: reads a model, spreads its layers over nodes, serves an OpenAI-compatible API."
+        description="TrueCluster's coordinator: reads a model, spreads its layers over nodes, serves an OpenAI API."
     )
     for flag, keywords in FLAGS:
         parser.add_argument(flag, **keywords)
