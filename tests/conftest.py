@@ -1,5 +1,6 @@
 """Clusters that many tests share. They are started once, and only when a test asks for them."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import coordinator
 
 @pytest.fixture(autouse=True)
 def _no_handler_left_behind():
-    """A test that runs coordinator.main leaves a log handler on the output that pytest captured and then closes."""
+    """A test that runs a main() leaves a log handler on the output that pytest captured and then closes."""
     yield
-    coordinator.log.handlers.clear()
+    for log in (coordinator.log, logging.getLogger("node")):
+        log.handlers.clear()
 
 
 @pytest.fixture(scope="session")
@@ -35,5 +37,5 @@ def _shared_cluster(quant: str, nodes: int, *flags: str):
 
 
 fp16_cluster = _shared_cluster("fp16", 2)
-int8_cluster = _shared_cluster("int8", 2)
-int4_cluster = _shared_cluster("int4", 2)
+int8_cluster = _shared_cluster("int8", 2, "--slots", "8")
+int4_cluster = _shared_cluster("int4", 2, "--slots", "8")

@@ -105,13 +105,15 @@ def running(checkpoint, ends):
         each.close()
 
 
-@pytest.fixture
-def right(running):
+@pytest.fixture(scope="module")
+def right(checkpoint, ends):
     """What an undisturbed cluster of one node answers."""
-    cluster = running(1)
+    cluster = Running(checkpoint, ends, 1)
     cluster.join("alone")
     cluster.wait_ready()
-    return cluster.generate()
+    answer = cluster.generate()
+    cluster.close()
+    return answer
 
 
 def test_two_nodes_answer_like_one(running, right):
