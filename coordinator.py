@@ -2633,6 +2633,7 @@ class Checkpoint:
             destination.copy_(parts.pop(suffix))
         head = quant.Linear(weight, None)
         head.prepare(quant.choose_kernels([shape], head_quant, weights.group_size, weights.dtype, device))
+        quant.release_freed_memory()
         return qwen.Ends(
             config, weights, self.tensor("model.embed_tokens.weight"), self.tensor("model.norm.weight"), head
         )

@@ -564,6 +564,7 @@ class Session:
             stage = self.worker.stage
             if self._is_stale(assignment) or stage is None:
                 return
+            quant.release_freed_memory()  # what packing left behind
             log.info("epoch %d: loaded, %s in memory", assignment.epoch, gib(stage.weight_nbytes))
             sizes = {
                 "weight_bytes": assignment.total_bytes,
@@ -734,6 +735,7 @@ class Node:
         if args.node_id:
             self.node_id, self.id_lock = args.node_id, None
         else:
+            # The lock holds as long as its file stays open.
             self.node_id, self.id_lock = claim_node_id(self.work_dir, hostname)
         for handler in log.handlers:  # several nodes of one machine may share a terminal
             form = f"%(asctime)s {self.node_id.replace('%', '%%')} %(levelname)s %(message)s"

@@ -33,7 +33,6 @@ ALGORITHM_VERSION = 1
 
 FLOAT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 PART_DTYPES = {**FLOAT_DTYPES, "int8": torch.int8, "uint8": torch.uint8}
-QUANTS = ("fp16", "int8", "int4")  # "fp16" means: not quantized, stored in the compute dtype
 GROUP_SIZES = (32, 64, 128)
 
 # quantize(): fp32 bytes of one block of rows, so that the passes over it stay in the cache
@@ -190,12 +189,6 @@ def dequantize(parts: Parts, quant: str, group_size: int, in_features: int) -> t
     w = w.view(rows, groups, group_size)
     w.sub_(8).mul_(parts[".scale"].float()[..., None]).add_(parts[".zero"].float()[..., None])
     return w.view(rows, -1)[:, :in_features]
-
-
-def embedding_rows(parts: Parts, ids: torch.Tensor) -> torch.Tensor:
-    """fp32 [len(ids), K] of an embedding stored in int8 or unquantized: only the rows asked for are dequantized."""
-    rows = {suffix: part[ids] for suffix, part in parts.items()}
-    return dequantize(rows, "int8" if ".q" in rows else "fp16", 0, -1)
 
 
 # ----------------------------------------------------------------------------

@@ -26,8 +26,6 @@ from coordinator import (
     plan_table,
 )
 
-MB = 1 << 20
-
 
 class FakeNeeds:
     """A model of any layers: sizes in bytes (twice as large on "cuda") and relative times per layer."""

@@ -151,16 +151,6 @@ def test_dequantize_is_the_formula(kind, group_size, columns):
     np.testing.assert_allclose(ours, numpy_dequantize(parts, columns, group_size), rtol=1e-6, atol=1e-9)
 
 
-def test_embedding_rows_are_the_rows_of_the_whole():
-    weight = random_weight(50, 24)
-    ids = torch.tensor([3, 49, 3, 0])
-    for kind, dtype in (("int8", "fp16"), ("fp16", "fp16"), ("fp16", "fp32")):
-        parts = quant.quantize(weight, kind, 64, dtype)
-        rows = quant.embedding_rows(parts, ids)
-        assert rows.dtype == torch.float32
-        np.testing.assert_array_equal(rows.numpy(), numpy_dequantize(parts, 24, 64)[ids.numpy()])
-
-
 # --- how well quantize() does ---
 
 
