@@ -446,9 +446,12 @@ def _run_fbgemm_int8(x, packed, spec):
     """
     count = x.shape[0]
     scale = _row_scale(x).div_(63)
-    high = x / scale  # rounded by the kernel, to even like round()
-    low = high.round().sub_(high).mul_(-126)
-    halves = torch.cat([high, low])
+    halves = x.new_empty(2 * count, x.shape[1])
+    high, low = halves[:count], halves[count:]
+    torch.div(x, scale, out=low)
+    # rounded here: the kernel rounds after adding its zero point, where 3.4999998 + 64 is 67.5 in fp32
+    torch.round(low, out=high)
+    low.sub_(high).mul_(126)
     y = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(halves, 1.0, 64, packed)
     return y[:count].add_(y[count:], alpha=1 / 126).mul_(scale)
 
@@ -789,15 +792,19 @@ def _synchronize(device):
 
 
 def _pick(seconds, specs, second_copy):
-    """Few tokens first (decoding is what users wait for), then the best for many of what may be kept beside it."""
+    """Few tokens first (decoding is what users wait for), then the best for many of what may be kept beside it.
+
+    Of kernels that serve few tokens about equally well, the one whose partner is the quickest for many.
+    """
+
+    def per_token(kernel, rows):
+        times = seconds.get(kernel.name, {})
+        return sum(times.get(count, math.inf) / count for count in rows)
 
     def best(candidates, rows, default):
-        def per_token(kernel):
-            times = seconds.get(kernel.name, {})
-            return sum(times.get(count, math.inf) / count for count in rows)
-
-        quickest = min(candidates, key=per_token, default=default)
-        return quickest if per_token(quickest) < WORTH_SWITCHING * per_token(default) else default
+        quickest = min(candidates, key=lambda kernel: per_token(kernel, rows), default=default)
+        worth_it = per_token(quickest, rows) < WORTH_SWITCHING * per_token(default, rows)
+        return quickest if worth_it else default
 
     def may_be_kept(kernels):
         return all(
@@ -806,8 +813,16 @@ def _pick(seconds, specs, second_copy):
             for spec in specs
         )
 
-    few = best([kernel for kernel in KERNELS if not kernel.many_only], FEW_ROWS, REFERENCE)
-    return few, best([kernel for kernel in KERNELS if may_be_kept([few, kernel])], MANY_ROWS[-1:], few)
+    def partner(few):
+        return best([kernel for kernel in KERNELS if may_be_kept([few, kernel])], MANY_ROWS[-1:], few)
+
+    candidates = [kernel for kernel in KERNELS if not kernel.many_only]
+    few = best(candidates, FEW_ROWS, REFERENCE)
+    enough = per_token(few, FEW_ROWS) / WORTH_SWITCHING
+    equals = [few] + [kernel for kernel in candidates if per_token(kernel, FEW_ROWS) <= enough]
+    pairs = [(kernel, partner(kernel)) for kernel in equals]
+    times = [per_token(many, MANY_ROWS[-1:]) for _, many in pairs]
+    return pairs[0] if min(times) > WORTH_SWITCHING * times[0] else pairs[times.index(min(times))]
 
 
 def _threshold(few, many):

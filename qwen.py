@@ -385,22 +385,40 @@ def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> t
 
 
 class Rope:
-    """Rotary position embedding (arXiv:2104.09864) in the half-split layout of the Hugging Face checkpoints."""
+    """Rotary position embedding (arXiv:2104.09864) in the half-split layout of the Hugging Face checkpoints.
+
+    Its tables cover every head of the merged q, k, v projection, so that one rotation serves a whole layer: queries are
+    scaled by 1/sqrt(D) as well (an unscaled fp16 q.k overflows in larger Qwen2 models), values are left as they are.
+    """
 
     def __init__(self, config: Config, device):
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         self.inverse_frequencies = (1.0 / config.rope_theta**exponents).to(device)  # [D/2]
+        self.heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)  # q, k, v
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin for the rows of one pass, each [R, 1, D/2]: computed once, used by every layer."""
+        """cos and sin for the rows of one pass, each [R, H + 2 KV, D]: computed once, used by every layer."""
         angles = positions.float()[:, None, None] * self.inverse_frequencies
-        return angles.cos(), angles.sin()
+        cos, sin = angles.cos(), angles.sin()
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)  # [R, 1, D]
+        q_heads, k_heads, v_heads = self.heads
+        scale = cos.shape[-1] ** -0.5
+        cos = torch.cat(
+            [(cos * scale).repeat(1, q_heads, 1), cos.repeat(1, k_heads, 1), self._rows(cos, v_heads, 1)], 1
+        )
+        sin = torch.cat(
+            [(sin * scale).repeat(1, q_heads, 1), sin.repeat(1, k_heads, 1), self._rows(sin, v_heads, 0)], 1
+        )
+        return cos, sin
+
+    @staticmethod
+    def _rows(like: torch.Tensor, heads: int, value: float) -> torch.Tensor:
+        return like.new_full((like.shape[0], heads, like.shape[2]), value)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates [R, heads, D] by cos, sin [R, 1, D/2]."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    """Rotates [R, heads, D] by the tables of Rope.angles: (first, second) -> (f cos - s sin, s cos + f sin)."""
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 @dataclass(frozen=True)
@@ -512,9 +530,9 @@ class DecoderLayer:
 
         x = rms_norm(hidden_states, self.norms["input_layernorm"], eps)
         qkv = self.linears["qkv_proj"](x.to(self.dtype)).view(rows, heads + 2 * kv_heads, head_dim)
-        qk = rotate(qkv[:, : heads + kv_heads].float(), cos, sin)  # one rotation for queries and keys
-        q = (qk[:, :heads] * head_dim**-0.5).to(self.dtype)  # [R, H, D]
-        kv = torch.stack((qk[:, heads:].to(self.dtype), qkv[:, heads + kv_heads :])).transpose(1, 2)  # [2, KV, R, D]
+        qkv = rotate(qkv.float(), cos, sin).to(self.dtype)
+        q = qkv[:, :heads]  # [R, H, D]
+        kv = qkv[:, heads:].view(rows, 2, kv_heads, head_dim).permute(1, 2, 0, 3)  # [2, KV, R, D]
         attended = [
             attention(q[s.start : s.stop], *cache.append(kv[:, :, s.start : s.stop]))
             for s, cache in zip(segments, caches)

@@ -568,6 +568,8 @@ def pack_hidden_states(hidden_states: torch.Tensor, wire_dtype: str) -> list[mem
     if wire_dtype != "fp16":
         return [tensor_buffer(hidden_states.to(DTYPES[wire_dtype]).contiguous())]
     x = hidden_states.float()
+    if (x.abs() <= _FP16_MAX).all():  # nearly always: no row needs an exponent
+        return [memoryview(bytes(len(x))), tensor_buffer(x.to(torch.float16).contiguous())]
     largest = torch.where(x.isfinite(), x.abs(), 0.0).amax(dim=1)  # [R]
     exponents = torch.where(largest > _FP16_MAX, torch.frexp(largest).exponent - 15, 0)  # largest -> 2**14 .. 2**15
     scaled = x * _POWERS[128 - exponents.long(), None]
@@ -590,7 +592,7 @@ def unpack_hidden_states(buffer, rows: int, hidden_size: int, wire_dtype: str) -
     exponents = data[:rows].view(torch.int8).long()
     # clone: behind an odd number of exponents the fp16 values are not aligned
     values = data[rows:].clone().view(torch.float16).view(rows, hidden_size)
-    return values.float() * _POWERS[128 + exponents, None]
+    return values.float() * _POWERS[128 + exponents, None] if exponents.any() else values.float()
 
 
 # ----------------------------------------------------------------------------

@@ -394,6 +394,20 @@ def test_split_int8_keeps_what_8_bit_activations_lose():
     assert ((linear(x).double() - torch.from_numpy(expected)).norm(dim=1) < 2e-3 * w).all()
 
 
+def test_split_int8_rounds_as_written():
+    """Just below a half: FBGEMM itself rounds x + 64, which is a half exactly there, to the other whole number."""
+    kernel = next(kernel for kernel in quant.KERNELS if kernel.name == "fbgemm_int8")
+    weight = filled(64, 64, "int8")
+    if not kernel.serves(weight.spec):
+        pytest.skip("no FBGEMM here")
+    x = torch.arange(64.0).clamp_(max=62).add_(0.5).nextafter(torch.tensor(0.0))[None]
+    x[0, 63] = 63.0
+    expected = expected_output(weight, x)
+    linear = quant.Linear(weight)
+    linear.prepare(choice_of(kernel.name, kernel.name, 0, weight.spec))
+    assert relative_error(linear(x), expected) <= kernel.error
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_int8_products_do_not_saturate(seed):
     """The largest weights and activations of one sign: sums of pairs of products must not be cut at 16 bits."""
@@ -601,6 +615,15 @@ def test_threshold_is_where_the_times_meet(monkeypatch):
     # gains of 1 at 8 tokens and -8 at 64: they meet a ninth of the way
     assert (choice.few, choice.many, choice.threshold) == ("a", "dequantize", 8 + 56 // 9)
     assert choice.report[-1] == "int8 (fp16) on cpu: a up to 14 tokens, dequantize beyond"
+
+
+def test_of_equals_for_few_tokens_the_one_that_is_quicker_for_many(monkeypatch):
+    times = {"dequantize": (9, 9, 18, 50), "a": (1.00, 8, 60, 250), "b": (1.05, 8.2, 20, 35)}
+    kernels = [quant.REFERENCE, *copies("a"), *copies("b", form="fbgemm_int8")]
+    choice = measured(monkeypatch, times, kernels)
+    assert (choice.few, choice.many) == ("b", "b")
+    choice = measured(monkeypatch, {**times, "b": (1.2, 9.5, 20, 35)}, kernels)  # more than a tenth slower for few
+    assert (choice.few, choice.many) == ("a", "dequantize")
 
 
 def test_two_forms_of_one_weight_are_not_kept_side_by_side(monkeypatch):
