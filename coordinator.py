@@ -553,6 +553,7 @@ COMMON_FIELDS = {
     "min_tokens": RequestField(_integer_in(0, MAX_COUNT), 0),
     "skip_special_tokens": RequestField(_true_or_false, True),
     "include_stop_str_in_output": RequestField(_true_or_false, False),
+    "prompt_lookup": RequestField(_true_or_false, True),
     "response_format": RequestField(_response_format),
 }
 COMPLETION_FIELDS = COMMON_FIELDS | {
@@ -707,6 +708,7 @@ class ParsedRequest:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    prompt_lookup: bool = True  # an extension: false turns drafting off for this request; the text is the same
 
 
 def read_fields(body: dict, fields: dict[str, RequestField]) -> dict:
@@ -1620,6 +1622,7 @@ class GenerationRequest:
     n: int
     max_tokens: int
     sampling: SamplingParams
+    prompt_lookup: bool = True  # whether tokens may be drafted from the text so far; never changes the answer
 
 
 @dataclass(frozen=True)
@@ -3365,6 +3368,100 @@ def _describe_node(node: NodeRecord, stage: StagePlan | None, now: float) -> dic
 
 
 # ------------------------------------------------------------------------------
+# Prompt lookup
+# ------------------------------------------------------------------------------
+# A decode pass costs a round trip through all nodes and reads all weights, whether it carries one row or several. So the
+# next tokens are guessed from the text so far, sent along as drafts, and at each of their positions a token is drawn as
+# always: while it equals the draft, the next position's hidden state is good as well. The text, and with a seed every
+# draw, is what it would be without drafts. Method: prompt lookup decoding (A. Saxena, 2023); llama.cpp's "lookup".
+
+NGRAM = 3  # ids that must have stood together before
+FIRST_HIT_RATE, HIT_RATE_STEP = 0.5, 0.2
+DRAFT_SIZES = (1, 3, 7, 15)  # with the row that is not a draft: powers of two
+STEP_TIME_LIFE_S = 30.0  # older measurements are forgotten: the machines may have something else to do now
+
+
+class PromptLookup:
+    """Guesses the next ids of one sequence: where its last NGRAM ids stood before, what followed them there.
+
+    `hit_rate` is the share of right guesses, recent ones counting most, whether or not they were sent as drafts: finding
+    out what guesses are worth costs nothing.
+    """
+
+    def __init__(self, ids: list[int]):
+        self.hit_rate = FIRST_HIT_RATE
+        self._ids: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}  # the ids of an n-gram -> where the id after its last place stands
+        self._source: int | None = None  # where the next id is expected to be repeated from
+        for token_id in ids:
+            self._add(token_id)
+
+    def append(self, token_id: int) -> None:
+        """Takes the next id of the sequence, and learns whether the guess was right."""
+        if self._source is not None:
+            is_hit = self._ids[self._source] == token_id
+            self.hit_rate += HIT_RATE_STEP * (is_hit - self.hit_rate)
+            self._source = self._source + 1 if is_hit else None
+        self._add(token_id)
+
+    def draft(self, count: int) -> list[int]:
+        """The next `count` ids as they are guessed, [] without a guess; what reaches its own start goes on in a circle."""
+        if self._source is None:
+            return []
+        period = len(self._ids) - self._source
+        return [self._ids[self._source + i % period] for i in range(count)]
+
+    def _add(self, token_id: int) -> None:
+        self._ids.append(token_id)
+        ngram = tuple(self._ids[-NGRAM:])
+        if self._source is None:
+            self._source = self._after.get(ngram)
+        self._after[ngram] = len(self._ids)
+
+
+class StepTimes:
+    """How long decode passes with so many rows take, links and head included, learnt from those that were run."""
+
+    def __init__(self):
+        self._measured: dict[int, tuple[float, float]] = {}  # rows, rounded up to a power of two -> (seconds, when)
+
+    def add(self, rows: int, seconds: float, now: float) -> None:
+        size = 1 << (rows - 1).bit_length()
+        old, at = self._measured.get(size, (seconds, now))
+        is_known = now - at < STEP_TIME_LIFE_S
+        self._measured[size] = (0.7 * old + 0.3 * seconds if is_known and seconds > old else seconds, now)
+
+    def estimate(self, rows: int, now: float) -> float:
+        """Seconds, or, while nothing was measured, any figure that grows with the rows.
+
+        What was not measured is taken to grow with the root of the rows: enough hope to try twice as many, not more.
+        """
+        known = {n: seconds for n, (seconds, at) in self._measured.items() if now - at < STEP_TIME_LIFE_S}
+        size = 1 << (rows - 1).bit_length()
+        if size in known:
+            return known[size]
+        nearest = max((n for n in known if n < size), default=None)
+        return size**0.5 if nearest is None else known[nearest] * (size / nearest) ** 0.5
+
+
+def draft_sizes(guesses: list[tuple[float, int]], seconds: Callable[[int], float]) -> list[int]:
+    """How many ids to draft for each sequence of one decode pass, so that the pass gives the most tokens per second.
+
+    guesses: (hit rate, how many ids may be drafted) per sequence; seconds(rows): how long a pass takes.
+    A sequence with k drafts gives 1 + p + ... + p**k tokens on average.
+    """
+    sizes = [0] * len(guesses)
+    rows = tokens = float(len(guesses))
+    for i in sorted(range(len(guesses)), key=lambda i: -guesses[i][0]):
+        hit_rate, most = guesses[i]
+        options = [0] + sorted({min(size, most) for size in DRAFT_SIZES if most})
+        gains = {k: sum(hit_rate**j for j in range(1, k + 1)) for k in options}
+        sizes[i] = max(options, key=lambda k: (tokens + gains[k]) / seconds(int(rows) + k))
+        rows, tokens = rows + sizes[i], tokens + gains[sizes[i]]
+    return sizes
+
+
+# ------------------------------------------------------------------------------
 # Engine
 # ------------------------------------------------------------------------------
 # One thread owns generation: it admits sequences into slots, sends their prompts through the pipeline in chunks, decodes
@@ -3412,6 +3509,7 @@ class Sequence:
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprob | None] = [None]
         self.in_flight = 0  # passes that carry rows of this sequence
+        self.lookup: PromptLookup | None = None  # from its first generated token on, where it may draft
 
     @property
     def ids(self) -> list[int]:
@@ -3486,13 +3584,24 @@ class Generation:
 
 @dataclass
 class Row:
-    """What one segment of a pass means to the engine: `ids[start:stop]` of a sequence."""
+    """What one segment of a pass means to the engine: `ids[start:stop]` of a sequence, then drafts of what may follow."""
 
     sequence: Sequence
     start: int
     stop: int
-    is_last: bool  # its last row's logits give the next token
+    is_last: bool  # the logits of its last row, and those of the drafts, give the next tokens
     slot: Slot
+    drafts: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Step:
+    """A pass as its engine knows it: what its rows mean, and whether it had the pipeline to itself."""
+
+    pipeline: Pipeline
+    rows: list[Row]
+    sent_at: float
+    is_alone: bool
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
@@ -3506,8 +3615,11 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 class Engine:
     """Owns slots, sequences and sampling. Other threads only call submit, cancel, stop, describe and the on_... inputs."""
 
-    def __init__(self, controller: Controller, token_mask: np.ndarray, slots: int, max_context: int):
+    def __init__(
+        self, controller: Controller, token_mask: np.ndarray, slots: int, max_context: int, prompt_lookup: bool = True
+    ):
         self.controller = controller
+        self.prompt_lookup = prompt_lookup
         self.ends: qwen.Ends | None = None  # comes with `start`
         self.token_mask = token_mask
         self.max_context = max_context
@@ -3515,7 +3627,9 @@ class Engine:
         self.waiting: deque[Sequence] = deque()
         self.pipeline: Pipeline | None = None
         self.in_flight: dict[int, str] = {}  # request_id -> kind of the passes that have not come back
-        self.generated_tokens = 0
+        self.passes_sent = 0
+        self.step_times = StepTimes()
+        self.generated_tokens = self.drafted_tokens = self.accepted_drafts = 0
         self.outage_since: float | None = None
         self._inbox: queue.Queue = queue.Queue()
         self._waiting_requests: set[Generation] = set()  # submitted, no choice admitted yet
@@ -3568,6 +3682,8 @@ class Engine:
             "active_slots": len(active),
             "waiting_requests": len(self._waiting_requests),
             "generated_tokens": self.generated_tokens,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_drafts": self.accepted_drafts,
             "tokens_per_second": self._rate.per_second(time.monotonic()),
         }
 
@@ -3657,8 +3773,9 @@ class Engine:
             self.waiting.appendleft(sequence)
 
     def _on_result(self, request: Pass, hidden_states: torch.Tensor | None, error: str | None) -> None:
-        pipeline, rows = request.owner
-        if pipeline is not self.pipeline:
+        step: Step = request.owner
+        rows = step.rows
+        if step.pipeline is not self.pipeline:
             return  # a pass of a plan that is gone
         self.in_flight.pop(request.request_id, None)
         for row in rows:
@@ -3674,6 +3791,9 @@ class Engine:
             if row.slot.in_flight == 0:
                 row.slot.settled = len(row.slot.tokens)
         self._use_rows(rows, hidden_states)
+        if step.is_alone and self.passes_sent == request.request_id and request.kind == "RUN_DECODE":
+            now = time.monotonic()
+            self.step_times.add(len(request.slots), now - step.sent_at, now)
 
     def _on_stop(self, reason: str) -> None:
         self._stopping = True
@@ -3758,7 +3878,27 @@ class Engine:
             if slot.sequence is not None and not slot.sequence.is_prefilling and slot.sequence.in_flight == 0
         ]
         if ready:
-            self._send("RUN_DECODE", [Row(s, s.length - 1, s.length, True, s.slot) for s in ready])
+            drafts = self._drafts(ready)
+            rows = [Row(s, s.length - 1, s.length, True, s.slot, ids) for s, ids in zip(ready, drafts)]
+            self._send("RUN_DECODE", rows)
+
+    def _drafts(self, sequences: list[Sequence]) -> list[list[int]]:
+        """Guesses to send along with the next token of each sequence, as many as are worth their time."""
+        guesses = [
+            sequence.lookup.draft(min(DRAFT_SIZES[-1], self._room_for_drafts(sequence))) if sequence.lookup else []
+            for sequence in sequences
+        ]
+        if not any(guesses):
+            return guesses
+        now = time.monotonic()
+        worth = [(s.lookup.hit_rate if s.lookup else 0.0, len(ids)) for s, ids in zip(sequences, guesses)]
+        sizes = draft_sizes(worth, lambda rows: self.step_times.estimate(rows, now))
+        return [ids[:size] for ids, size in zip(guesses, sizes)]
+
+    def _room_for_drafts(self, sequence: Sequence) -> int:
+        """Every draft has a position in the context, and a token beyond it that the request may have."""
+        wanted = sequence.generation.request.max_tokens - len(sequence.output_ids) - 1
+        return max(0, min(wanted, self.max_context - sequence.length))
 
     def _send_prefill_chunk(self) -> None:
         """The next chunk of the sequence that was admitted first; chunks follow one another without waiting."""
@@ -3773,10 +3913,10 @@ class Engine:
     def _send(self, kind: str, rows: list[Row]) -> None:
         token_ids, slots, positions = [], [], []
         for row in rows:
-            ids = row.sequence.ids[row.start : row.stop]
+            ids = row.sequence.ids[row.start : row.stop] + row.drafts
             token_ids += ids
             slots += [row.sequence.slot.index] * len(ids)
-            positions += range(row.start, row.stop)
+            positions += range(row.start, row.start + len(ids))
             row.slot.tokens += ids
             row.slot.in_flight += 1
             row.sequence.sent = row.stop
@@ -3784,11 +3924,12 @@ class Engine:
         if rows[0].sequence.wants_prompt_logprobs:
             keep = kept_rows = len(token_ids)
         else:
-            keep = 1 if rows[-1].is_last else 0
-            kept_rows = keep * len(rows)
-        owner = (self.pipeline, rows)
-        request = self.pipeline.send(kind, self.ends.embed(token_ids), slots, positions, keep, kept_rows, owner)
+            keep = 1 + max(len(row.drafts) for row in rows) if rows[-1].is_last else 0
+            kept_rows = sum(1 + len(row.drafts) for row in rows) if keep else 0
+        step = Step(self.pipeline, rows, time.monotonic(), not self.in_flight)
+        request = self.pipeline.send(kind, self.ends.embed(token_ids), slots, positions, keep, kept_rows, step)
         self.in_flight[request.request_id] = kind
+        self.passes_sent = request.request_id
 
     # -- results -------------------------------------------------------------------------------------------------------
 
@@ -3806,21 +3947,37 @@ class Engine:
         if not rows[-1].is_last:
             return
         logits = self.ends.logits(hidden_states)
-        for row, row_logits in zip(rows, logits):
-            sequence = row.sequence
-            if sequence.slot is None:
-                continue
-            if not sequence.output_ids:
-                self._prompt_done(sequence)
-            if sequence.generation.request.max_tokens == 0:
-                self._finish(sequence, "length")
-                continue
+        start = 0
+        for row in rows:
+            stop = start + 1 + len(row.drafts)
+            if row.sequence.slot is not None:
+                self._use_logits(row, logits[start:stop])
+            start = stop
+
+    def _use_logits(self, row: Row, logits: torch.Tensor) -> None:
+        """Draws the next token of one sequence, and one more after every draft that was right. logits [1 + drafts, V]."""
+        sequence = row.sequence
+        if not sequence.output_ids:
+            self._prompt_done(sequence)
+        if sequence.generation.request.max_tokens == 0:
+            self._finish(sequence, "length")
+            return
+        self.drafted_tokens += len(row.drafts)
+        for position_logits, draft in zip(logits, [*row.drafts, None]):
             try:
-                token_id, logprob = sequence.sampler.sample(row_logits)
+                token_id, logprob = sequence.sampler.sample(position_logits)
             except FloatingPointError as error:
                 self._fail_not_finite(sequence, error)
-                continue
+                return
             self._use_token(sequence, token_id, logprob)
+            self.accepted_drafts += token_id == draft
+            if sequence.slot is None:
+                return  # that token was its last
+            if token_id != draft:
+                break
+        sequence.sent = sequence.length - 1
+        del row.slot.tokens[sequence.sent :]  # what wrong drafts have left there is written over
+        row.slot.settled = min(row.slot.settled, sequence.sent)
 
     def _fail_not_finite(self, sequence: Sequence, error: FloatingPointError) -> None:
         sequence.slot.tokens, sequence.slot.settled = [], 0  # the caches may hold what made it so
@@ -3831,6 +3988,10 @@ class Engine:
     def _use_token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
         request = sequence.generation.request
         sequence.output_ids.append(token_id)
+        if sequence.lookup is not None:
+            sequence.lookup.append(token_id)
+        elif self.prompt_lookup and request.prompt_lookup:
+            sequence.lookup = PromptLookup(sequence.ids)
         self.generated_tokens += 1
         self._rate.add(time.monotonic())
         sequence.generation.put(TokenEvent(sequence.index, token_id, logprob))
@@ -4087,6 +4248,7 @@ def prepare_job(parsed: ParsedRequest, service: Service) -> Job:
             n=parsed.n,
             max_tokens=room if parsed.max_tokens is None else min(parsed.max_tokens, room),
             sampling=_sampling_params(parsed, tokenizer),
+            prompt_lookup=parsed.prompt_lookup,
         ),
         tokenizer=tokenizer,
         echo_texts=echo_texts,
@@ -5760,6 +5922,14 @@ FLAGS = (
     ),
     ("--slots", {"type": int, "default": 4, "help": "conversations that are generated at once (4)"}),
     ("--max-context", {"type": int, "help": f"tokens per conversation (the model's, at most {DEFAULT_MAX_CONTEXT})"}),
+    (
+        "--prompt-lookup",
+        {
+            "choices": ("on", "off"),
+            "default": "on",
+            "help": "guess text that repeats and have several tokens checked at once; the answers stay the same (on)",
+        },
+    ),
     ("--token", {"help": "secret that nodes must know; better in TRUECLUSTER_TOKEN or --token-file"}),
     ("--token-file", {"help": "a file that holds the secret"}),
     ("--api-key", {"help": "key that HTTP clients must send (or TRUECLUSTER_API_KEY)"}),
@@ -6033,7 +6203,9 @@ class Coordinator:
         node_port = self.controller.listen(args.node_host, args.node_port)
         if args.local_nodes:
             self.local_nodes = LocalNodes(args.local_nodes, node_port, args)  # they import torch meanwhile
-        self.engine = Engine(self.controller, model.tokenizer.token_mask, args.slots, model.max_context)
+        self.engine = Engine(
+            self.controller, model.tokenizer.token_mask, args.slots, model.max_context, args.prompt_lookup == "on"
+        )
         service = ClusterService(model, self.controller, self.engine)
         self.server = HttpServer(args.api_host, args.api_port, service, args.api_key, args.allowed_origin)
         self.controller.start()
