@@ -54,6 +54,7 @@ import secrets
 import signal
 import socket
 import socketserver
+import statistics
 import subprocess
 import sys
 import threading
@@ -1897,7 +1898,7 @@ class NodeOffer:
     node_id: str
     device_type: str
     memory_bytes: int | None  # None: unknown, taken as unlimited
-    layer_ms: float | None = None  # one decode step through one layer
+    layer_ms: float | None = None  # one token through one layer
     link_ms: float = 0.0  # one message to the node and back
 
 
@@ -1911,11 +1912,17 @@ class StagePlan:
     weight_bytes: int
     cache_bytes: int
     memory_bytes: int | None
-    predicted_ms: float | None
+    predicted_ms: float | None  # one token through these layers
+    link_ms: float = 0.0  # and there and back
 
     @property
     def layers(self) -> int:
         return self.end - self.start
+
+    @property
+    def total_ms(self) -> float | None:
+        """One token there, through the layers, and back."""
+        return None if self.predicted_ms is None else self.predicted_ms + self.link_ms
 
 
 @dataclass(frozen=True)
@@ -1928,6 +1935,22 @@ class Plan:
     @property
     def node_ids(self) -> tuple[str, ...]:
         return tuple(stage.node_id for stage in self.stages)
+
+    @property
+    def largest_bytes(self) -> int:
+        """Weights and caches of the largest stage: what "even" makes small."""
+        return max(stage.weight_bytes + stage.cache_bytes for stage in self.stages)
+
+    @property
+    def slowest_ms(self) -> float | None:
+        """The slowest stage's time for one token, what "throughput" makes small; None: not all nodes are measured."""
+        return None if self.token_ms is None else max(stage.total_ms for stage in self.stages)
+
+    @property
+    def token_ms(self) -> float | None:
+        """One token through all stages and links, what "latency" makes small; None: not all nodes are measured."""
+        times = [stage.total_ms for stage in self.stages]
+        return None if None in times else sum(times)
 
 
 class NoPlan(Exception):
@@ -2001,6 +2024,7 @@ class _Costs:
             self.caches[end] - self.caches[start],
             self.offer.memory_bytes,
             self.milliseconds(start, end),
+            self.offer.link_ms,
         )
 
 
@@ -2011,7 +2035,7 @@ def _stage_cost(cost: str, costs: _Costs, start: int, end: int) -> float:
     milliseconds = costs.milliseconds(start, end)
     if milliseconds is None:
         raise NoPlan(f"--plan {cost} needs measured times, and node {costs.offer.node_id} has none yet")
-    return milliseconds + (costs.offer.link_ms if cost == "latency" else 0.0)
+    return milliseconds + costs.offer.link_ms
 
 
 def _best_splits(needs: ModelNeeds, all_costs: list[_Costs], cost: str, most: int) -> list[tuple | None]:
@@ -2040,21 +2064,33 @@ def make_plan(
 ) -> Plan:
     """The best plan over the nodes that are there, stages in the order in which they are offered; raises NoPlan.
 
-    required: exactly min(required, layers) stages, except that "latency" may leave nodes out. None: the fewest nodes
-    that hold the model, but at_least so many.
+    required: exactly min(required, layers) stages. None: the fewest nodes that hold the model, but at_least so many;
+    "latency" then takes any number of nodes, whichever is quickest, once at_least so many are there.
     """
-    fewest = at_least if required is None else 1 if cost == "latency" else required
-    most = len(offers) if required is None else required
-    fewest, most = min(fewest, needs.layers), min(most, needs.layers)
-    if not offers or fewest > len(offers):
-        raise NoPlan(f"{fewest} nodes are required, {len(offers)} can be used")
+    wanted = min(at_least if required is None else required, needs.layers)
+    if not offers or wanted > len(offers):
+        raise NoPlan(f"{wanted} nodes are required, {len(offers)} can be used")
+    may_leave_out = cost == "latency" and required is None
+    fewest = 1 if may_leave_out else wanted
+    most = wanted if required is not None else min(len(offers), needs.layers)
     all_costs = [_Costs(needs, offer) for offer in offers]
-    splits = [split for split in _best_splits(needs, all_costs, cost, min(most, len(offers)))[fewest:] if split]
+    splits = [split for split in _best_splits(needs, all_costs, cost, most)[fewest:] if split]
     if not splits:
-        raise NoPlan(_what_is_missing(needs, all_costs, min(most, len(offers))))
+        raise NoPlan(_what_is_missing(needs, all_costs, most))
     # All of them have the right number of stages; those with fewer come first.
-    split = splits[0] if required is None else min(splits, key=lambda split: split[0])
+    split = min(splits, key=lambda split: split[0]) if may_leave_out else splits[0]
     return Plan(epoch, tuple(all_costs[node].stage(start, end) for node, start, end in split[2]))
+
+
+def possible_plans(needs: ModelNeeds, offers: list[NodeOffer], required: int | None, at_least: int) -> dict[str, Plan]:
+    """{cost: the plan that it would give}, of all costs for which there is one."""
+    plans = {}
+    for cost in PLAN_COSTS:
+        try:
+            plans[cost] = make_plan(needs, offers, cost, required, 0, at_least)
+        except NoPlan:
+            continue  # not measured, or, for want of memory, none is possible
+    return plans
 
 
 def estimate_required(needs: ModelNeeds, offers: list[NodeOffer]) -> int:
@@ -2090,10 +2126,23 @@ def _what_is_missing(needs: ModelNeeds, all_costs: list[_Costs], stages: int) ->
     return "; ".join(lines) + ". Add nodes, or lower --max-context, --slots, or use --quant int8 or int4"
 
 
-def plan_table(plan: Plan, devices: dict[str, str]) -> str:
-    """The plan as the table that is printed when it is made. devices: node id -> device."""
-    header = ("node", "device", "layers", "weights MB", "KV MB", "of memory", "ms/token")
-    rows = [header]
+@dataclass(frozen=True)
+class MeasuredTimes:
+    """Milliseconds of one token, as real passes took them: {node id: in its layers}, {node id: there and back}, all."""
+
+    stage_ms: dict[str, float]
+    link_ms: dict[str, float]
+    token_ms: float | None
+    passes: int
+
+
+NOT_MEASURED = MeasuredTimes({}, {}, None, 0)
+
+
+def plan_table(plan: Plan, devices: dict[str, str], measured: MeasuredTimes = NOT_MEASURED) -> str:
+    """The plan as a table, and how long one token takes, predicted and measured. devices: node id -> device."""
+    header = ("node", "device", "layers", "weights MB", "KV MB", "of memory", "ms/token", "measured")
+    rows = [(*header, "link ms", "measured")]
     for stage in plan.stages:
         used = stage.weight_bytes + stage.cache_bytes
         rows.append(
@@ -2104,11 +2153,78 @@ def plan_table(plan: Plan, devices: dict[str, str]) -> str:
                 f"{stage.weight_bytes / 1e6:.1f}",
                 f"{stage.cache_bytes / 1e6:.1f}",
                 "unknown" if stage.memory_bytes is None else f"{100 * used / stage.memory_bytes:.0f} %",
-                "-" if stage.predicted_ms is None else f"{stage.predicted_ms:.2f}",
+                _ms(stage.predicted_ms),
+                _ms(measured.stage_ms.get(stage.node_id)),
+                _ms(stage.link_ms),
+                _ms(measured.link_ms.get(stage.node_id)),
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    total = f"one token through all stages: {_ms(plan.token_ms)} ms predicted, {_ms(measured.token_ms)} ms measured"
+    return "\n".join([*lines, total])
+
+
+def _ms(milliseconds: float | None) -> str:
+    return "-" if milliseconds is None else f"{milliseconds:.2f}"
+
+
+def plans_in_words(plans: dict[str, Plan]) -> str:
+    """One line: per cost its split, and the figure that it makes small."""
+    goals = {
+        "even": lambda plan: f"largest stage {plan.largest_bytes / 1e6:.1f} MB",
+        "throughput": lambda plan: f"slowest stage {_ms(plan.slowest_ms)} ms",
+        "latency": lambda plan: f"one token {_ms(plan.token_ms)} ms",
+    }
+    return "; ".join(f"--plan {cost}: {_split_in_words(plan)}, {goals[cost](plan)}" for cost, plan in plans.items())
+
+
+def _split_in_words(plan: Plan) -> str:
+    return " + ".join(f"{_layers_in_words(stage)} on {stage.node_id}" for stage in plan.stages)
+
+
+def _layers_in_words(stage: StagePlan) -> str:
+    return f"{stage.layers} layer{'s' if stage.layers > 1 else ''}"
+
+
+WORTH_SAYING = 1.25  # advice is given when something takes so many times as long as it could
+
+
+def plan_advice(needs: ModelNeeds, offers: list[NodeOffer], plan: Plan, plans: dict[str, Plan]) -> str | None:
+    """One line when fewer nodes would be faster, or one node or link makes the cluster slow; None when all is well.
+
+    plans: what the costs would give under the same rules (possible_plans).
+    """
+    if plan.token_ms is None or "latency" not in plans:
+        return None
+    quickest = make_plan(needs, offers, "latency", None, 0)
+    if len(quickest.stages) < len(plan.stages) and plan.token_ms > WORTH_SAYING * quickest.token_ms:
+        slow = max((s for s in plan.stages if s.node_id not in quickest.node_ids), key=lambda s: s.total_ms)
+        return (
+            f"fewer nodes would be faster: one token takes {plan.token_ms:.1f} ms, and {quickest.token_ms:.1f} ms without "
+            f"{slow.node_id} ({_why_slow(slow)}), as {_split_in_words(quickest)}. To have such nodes left out: --plan "
+            f"latency with --min-nodes {len(plan.stages)} instead of --max-nodes or --local-nodes"
+        )
+    slowest = max(plan.stages, key=lambda stage: stage.total_ms)
+    for cost, what in (("latency", "token_ms"), ("throughput", "slowest_ms")):
+        now, then = getattr(plan, what), getattr(plans[cost], what)
+        if now > WORTH_SAYING * then:
+            name = "one token" if cost == "latency" else "the slowest stage"
+            return (
+                f"{slowest.node_id} is slow ({_why_slow(slowest)}): {name} takes {now:.1f} ms, and {then:.1f} ms with "
+                f"--plan {cost}, as {_split_in_words(plans[cost])}"
+            )
+    far = max(plan.stages, key=lambda stage: stage.link_ms)
+    if plan.token_ms > WORTH_SAYING * (plan.token_ms - far.link_ms):
+        return (
+            f"the link to {far.node_id} is slow: {far.link_ms:.1f} of the {plan.token_ms:.1f} ms of one token. Use a cable "
+            "or a nearer machine, or let the others hold the model: fewer nodes, --quant int8 or int4"
+        )
+    return None
+
+
+def _why_slow(stage: StagePlan) -> str:
+    return f"{stage.predicted_ms:.1f} ms for {_layers_in_words(stage)}, {stage.link_ms:.1f} ms there and back"
 
 
 log = logging.getLogger("coordinator")
@@ -2184,6 +2300,16 @@ class NodeRecord:
         """Nodes of one pool take their memory from the same place: a GPU, or a host's RAM (Apple's GPUs share it)."""
         return self.hello["hostname"], self.hello["selected_device"] if self.device_type == "cuda" else "ram"
 
+    def is_like(self, other: NodeRecord) -> bool:
+        """The same machine, torch and kind of device: what one has measured of its kernels holds for the other."""
+        return self._likeness == other._likeness
+
+    @property
+    def _likeness(self) -> tuple:
+        hello = self.hello
+        names = [d["name"] for d in hello["devices"] if d["id"] == hello["selected_device"]]
+        return hello["hostname"], hello["platform"], hello["torch_version"], self.device_type, names
+
 
 def share_memory(nodes: list[NodeRecord]) -> dict[str, int | None]:
     """{node id: bytes} for the nodes of one pool; None where nothing is known.
@@ -2223,6 +2349,8 @@ class ClusterState:
         self.incomplete_since: float | None = None  # when a plan that was in use became void
         self.available, self.available_since = 0, float("-inf")  # nodes that could be used; when their number last grew
         self.refused: str | None = None  # why no plan can ever work
+        self.plans: dict[str, Plan] = {}  # what each cost would have given when the present plan was made
+        self.advice: str | None = None  # what would make the present plan clearly faster
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
@@ -2296,7 +2424,7 @@ class ClusterState:
     @property
     def can_grow(self) -> bool:
         """The plan in use has fewer stages than wanted (nodes were lost), and enough nodes are there again."""
-        if self.required is None or self.cost == "latency" or not self.is_ready:
+        if self.required is None or not self.is_ready:
             return False
         return len(self.plan.stages) < self.required <= len(self.nodes)
 
@@ -2338,6 +2466,10 @@ class ClusterState:
     def to_measure(self, now: float) -> list[NodeRecord]:
         """Nodes that must be measured before the next plan."""
         return [node for node in self.nodes.values() if node.measured is None and node.paused_until <= now]
+
+    def known_kernels(self, node: NodeRecord) -> dict | None:
+        """The kernels that a neighbour on the same machine has chosen for the same kind of device, if one has."""
+        return next((n.measured["kernels"] for n in self.nodes.values() if n.measured and n.is_like(node)), None)
 
     def next_plan(self, now: float) -> Plan | None:
         """A new plan when one is needed and possible now; raises NoPlan when the nodes cannot hold the model."""
@@ -2686,6 +2818,8 @@ OLD_LINK_ANSWER_S = 2.0  # how long a link may stay silent before a newcomer of 
 GROW_LIMIT_S = 60.0  # how long a plan that lost nodes waits for an idle moment to spread over those that are back
 MAX_STRANGERS = 64  # connections that have not said HELLO yet
 # A node that still answers PING but not what it was asked is given up, and may join again.
+LINK_PINGS = 5  # of a node that has just measured and is idle; their median is the link's time in a plan
+TIMED_PASSES = 64  # the measured times are medians over so many of the last passes
 ANSWER_LIMIT_S = {"MEASURED": 60.0, "WEIGHTS_WANTED": 120.0, "LOAD_COMPLETE": 300.0, "HIDDEN_STATE": 120.0}
 
 
@@ -2697,10 +2831,13 @@ class NodeLink:
         self.node_id = node_id
         self.writer = wire.Writer(connection, HEARTBEAT_S)
         self.wanted: queue.Queue = queue.Queue()  # (epoch, names) from WEIGHTS_WANTED, None when the link is gone
-        self.rtt_ms = 0.0
+        self.rtt_ms = 0.0  # of a PING, the median of the last ones
         self.pinged_at: float | None = None
+        self._pings_left = 0
+        self._round_trips: deque[float] = deque(maxlen=LINK_PINGS)
         self.pass_ms: float | None = None  # smoothed time from RUN_* to HIDDEN_STATE
         self.answered_at = 0.0  # when its last HIDDEN_STATE came
+        self.measured: dict | None = None  # MEASURED's payload, until the link has been measured too
         # The message that must come next, when it is late, and of which epoch it is (None: of none).
         self.awaited: tuple[str, float, int | None] | None = None
 
@@ -2711,14 +2848,23 @@ class NodeLink:
     def expect(self, type: str, epoch: int | None = None) -> None:
         self.awaited = (type, time.monotonic() + ANSWER_LIMIT_S[type], epoch)
 
-    def ping(self) -> None:
+    def ping(self, times: int = 1) -> None:
+        """Sends a PING, and after its answer the next, so many times."""
+        self._pings_left = times - 1
         self.pinged_at = time.monotonic()
         self.writer.put("PING", {}, urgent=True)
 
-    def on_pong(self) -> None:
-        if self.pinged_at is not None:
-            self.rtt_ms = (time.monotonic() - self.pinged_at) * 1e3
-            self.pinged_at = None
+    def on_pong(self) -> bool:
+        """Notes how long a PING of ours took; returns whether it was the last of its series."""
+        if self.pinged_at is None:
+            return False  # the answer to a heartbeat of the writer's
+        self._round_trips.append((time.monotonic() - self.pinged_at) * 1e3)
+        self.rtt_ms = statistics.median(self._round_trips)
+        self.pinged_at = None
+        if self._pings_left:
+            self.ping(self._pings_left)
+            return False
+        return True
 
     def close(self) -> None:
         self.wanted.put(None)
@@ -2739,6 +2885,39 @@ class Pass:
     owner: object
     stage: int = 0
     sent_at: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=time.monotonic)
+    # One token that has found every stage so far idle: what it takes can be compared with what was predicted.
+    is_timed: bool = True
+
+
+class TimedPasses:
+    """Medians over the last passes of one token that had to wait for no other: [s] of the stages, and in all.
+
+    Readers add, each for its own stage; anyone may ask.
+    """
+
+    def __init__(self, stages: int):
+        self._compute = [deque(maxlen=TIMED_PASSES) for _ in range(stages)]
+        self._link = [deque(maxlen=TIMED_PASSES) for _ in range(stages)]
+        self._token = deque(maxlen=TIMED_PASSES)
+
+    def add_stage(self, stage: int, round_trip_ms: float, compute_ms: float) -> None:
+        self._compute[stage].append(compute_ms)
+        self._link[stage].append(max(0.0, round_trip_ms - compute_ms))
+
+    def add_token(self, milliseconds: float) -> None:
+        self._token.append(milliseconds)
+
+    def medians(self, node_ids: tuple[str, ...]) -> MeasuredTimes:
+        """node_ids: of the stages, in order."""
+        passes = list(self._token)
+        if not passes:
+            return NOT_MEASURED
+        stage_ms, link_ms = (
+            {node_id: statistics.median(list(times)) for node_id, times in zip(node_ids, all_times)}
+            for all_times in (self._compute, self._link)
+        )
+        return MeasuredTimes(stage_ms, link_ms, statistics.median(passes), len(passes))
 
 
 class Pipeline:
@@ -2752,6 +2931,7 @@ class Pipeline:
         self.links = links
         self.hidden_size = hidden_size
         self.wire_dtype = wire_dtype
+        self.times = TimedPasses(len(links))
         self._deliver = deliver
         self._lock = threading.Lock()
         self._passes: dict[int, Pass] = {}
@@ -2794,6 +2974,9 @@ class Pipeline:
             "shape": self._shape(request.kind, rows),
             "dtype": self.wire_dtype,
         }
+        with self._lock:
+            is_alone = sum(other.stage == request.stage for other in self._passes.values()) == 1
+        request.is_timed = request.is_timed and is_alone and request.kind == "RUN_DECODE" and rows == 1
         request.sent_at = time.monotonic()
         writer = self.links[request.stage].writer
         writer.put(request.kind, payload, raw=raw, request_id=request.request_id, epoch=self.epoch)
@@ -2821,10 +3004,14 @@ class Pipeline:
         link.answered_at = time.monotonic()
         ms = (link.answered_at - request.sent_at) * 1e3
         link.pass_ms = ms if link.pass_ms is None else 0.9 * link.pass_ms + 0.1 * ms
+        if request.is_timed:
+            self.times.add_stage(request.stage, ms, frame.payload["compute_ms"])
         if request.stage < len(self.links) - 1:
             request.stage += 1
             self._run(request, frame.raw)
             return
+        if request.is_timed:
+            self.times.add_token((link.answered_at - request.started_at) * 1e3)
         with self._lock:
             del self._passes[request.request_id]
         raw = b"" if frame.raw is None else frame.raw
@@ -2842,6 +3029,20 @@ class Pipeline:
         log.error("%s", reason)
         if request is not None:
             self._deliver(request, None, reason)
+
+
+@contextlib.contextmanager
+def share_of_cores(threads: int) -> Iterator[None]:
+    """Gives torch's calls in this thread their share of the cores, when so many threads compute at once.
+
+    Threads that each use all cores wait for one another at every step: quantizing for two stages took a third longer.
+    """
+    cores = torch.get_num_threads()
+    torch.set_num_threads(max(1, cores // threads))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(cores)
 
 
 @dataclass(frozen=True)
@@ -2962,7 +3163,7 @@ class Controller:
     def _read_until_it_ends(self, link: NodeLink, node: NodeRecord) -> None:
         handlers = {
             "PING": lambda frame: link.writer.put("PONG", {"busy_ms": 0}, urgent=True),
-            "PONG": lambda frame: link.on_pong(),
+            "PONG": lambda frame: self._on_pong(node),
             "ERROR": lambda frame: self._on_error(link, frame),
             "MEASURED": lambda frame: self._on_measured(node, frame),
             "WEIGHTS_WANTED": lambda frame: self._on_weights_wanted(link, frame),
@@ -3033,12 +3234,18 @@ class Controller:
             "node %s: %.2f ms per layer and token, kernels %s",
             node.node_id,
             payload["layer_ms"]["1"],
-            payload["kernels"],
+            kernels_in_words(payload["kernels"]),
         )
-        node.link.ping()  # now that it is idle: what a message there and back takes
+        node.link.measured = payload
+        node.link.ping(LINK_PINGS)  # now that it is idle: what a message there and back takes
+
+    def _on_pong(self, node: NodeRecord) -> None:
+        link = node.link
+        if not link.on_pong() or link.measured is None:
+            return
         with self._changed:
-            node.measured = payload
-            node.link.awaited = None
+            node.measured, link.measured = link.measured, None
+            link.awaited = None
             self._changed.notify_all()
 
     def _on_weights_wanted(self, link: NodeLink, frame: wire.Frame) -> None:
@@ -3155,6 +3362,7 @@ class Controller:
             "quant": weights.quant,
             "group_size": weights.group_size,
             "compute_dtype": weights.dtype,
+            "kernels": self.cluster.known_kernels(node),
         }
         node.link.writer.put("MEASURE", payload)
 
@@ -3196,7 +3404,9 @@ class Controller:
     def _start_loading(self, plan: Plan, pipeline: Pipeline) -> None:
         with self._changed:
             devices = {node.node_id: node.hello["selected_device"] for node in self.cluster.nodes.values()}
+            offers = self.cluster.offers()
         log.info("epoch %d, plan:\n%s", plan.epoch, plan_table(plan, devices))
+        self._compare(plan, offers)
         self._close_bar()
         stored = [
             qwen.stored_tensors(self.checkpoint.config, stage.start, stage.end, self.model.weights)
@@ -3206,7 +3416,19 @@ class Controller:
         self._bar = tqdm(total=total, unit="B", unit_scale=True, desc="sending weights", disable=None)
         for link, stage, tensors in zip(pipeline.links, plan.stages, stored):
             name = f"load {stage.node_id}"
-            threading.Thread(target=self._load, args=(link, plan.epoch, stage, tensors), name=name, daemon=True).start()
+            args = (link, plan.epoch, stage, tensors, len(plan.stages))
+            threading.Thread(target=self._load, args=args, name=name, daemon=True).start()
+
+    def _compare(self, plan: Plan, offers: list[NodeOffer]) -> None:
+        """Finds out what the other costs would have given, and whether the user should know."""
+        needs, cluster = self.cluster.needs, self.cluster
+        required = None if cluster.required is None else len(plan.stages)
+        plans = possible_plans(needs, offers, required, cluster.minimum or 1)
+        advice = plan_advice(needs, offers, plan, plans)
+        with self._changed:
+            cluster.plans, cluster.advice = plans, advice
+        others = {cost: other for cost, other in plans.items() if cost != cluster.cost}
+        log.info("epoch %d, by --plan %s; others would give: %s", plan.epoch, cluster.cost, plans_in_words(others))
 
     def _close_bar(self) -> None:
         bar, self._bar = self._bar, None
@@ -3215,7 +3437,8 @@ class Controller:
 
     # -- sending weights (one thread per node) -------------------------------------------------------------------------
 
-    def _load(self, link: NodeLink, epoch: int, stage: StagePlan, tensors: list[qwen.StoredTensor]) -> None:
+    def _load(self, link: NodeLink, epoch: int, stage: StagePlan, tensors: list[qwen.StoredTensor], loads: int) -> None:
+        """Brings one stage to its node, while `loads` threads do so for theirs."""
         try:
             link.expect("WEIGHTS_WANTED", epoch)
             link.writer.put("ASSIGNMENT", self._assignment(stage, tensors), epoch=epoch, wait=True)
@@ -3225,7 +3448,8 @@ class Controller:
             unknown = wanted - {tensor.name for tensor in tensors}
             if unknown:
                 raise link.connection.bad_frame(f"it wants {min(unknown)!r}, which is not its own")
-            sent = self._send_weights(link, epoch, [tensor for tensor in tensors if tensor.name in wanted])
+            with share_of_cores(loads):
+                sent = self._send_weights(link, epoch, [tensor for tensor in tensors if tensor.name in wanted])
             if self.cluster.epoch != epoch or self.cluster.plan is None:
                 return
             complete = {"tensor_count": len(wanted), "total_weight_bytes": sent}
@@ -3329,7 +3553,8 @@ class Controller:
         with self._changed:
             cluster, plan = self.cluster, self.cluster.plan
             stages = {stage.node_id: stage for stage in plan.stages} if plan else {}
-            nodes = [_describe_node(node, stages.get(node.node_id), now) for node in cluster.nodes.values()]
+            measured = self._measured()
+            nodes = [_describe_node(node, stages.get(node.node_id), measured, now) for node in cluster.nodes.values()]
             return {
                 "state": "ready" if cluster.is_ready else "loading" if plan else "waiting for nodes",
                 "epoch": cluster.epoch,
@@ -3340,11 +3565,45 @@ class Controller:
                     {"node_id": s.node_id, "layer_start": s.start, "layer_end_exclusive": s.end}
                     for s in stages.values()
                 ],
+                "token_ms": {
+                    "predicted": plan.token_ms if plan else None,
+                    "measured": measured.token_ms,
+                    "passes": measured.passes,
+                },
+                "plan_cost": cluster.cost,
+                "plans": {cost: _describe_plan(other) for cost, other in cluster.plans.items()},
+                "advice": cluster.advice if plan else None,
                 "nodes": nodes,
             }
 
+    def _measured(self) -> MeasuredTimes:
+        pipeline, plan = self.pipeline, self.cluster.plan
+        return NOT_MEASURED if pipeline is None or plan is None else pipeline.times.medians(plan.node_ids)
 
-def _describe_node(node: NodeRecord, stage: StagePlan | None, now: float) -> dict:
+    def plan_table(self) -> str | None:
+        """The present plan with what real passes have taken so far; None without a plan."""
+        with self._changed:
+            plan, measured = self.cluster.plan, self._measured()
+            devices = {node.node_id: node.hello["selected_device"] for node in self.cluster.nodes.values()}
+        return None if plan is None else plan_table(plan, devices, measured)
+
+
+def kernels_in_words(kernels: dict) -> str:
+    """MEASURED's kernels: one, or two and up to how many tokens the first serves."""
+    few, many = kernels["few"], kernels["many"]
+    return few if few == many else f"{few} up to {kernels['threshold']} tokens, {many} beyond"
+
+
+def _describe_plan(plan: Plan) -> dict:
+    return {
+        "layers": {stage.node_id: stage.layers for stage in plan.stages},
+        "largest_stage_bytes": plan.largest_bytes,
+        "slowest_stage_ms": plan.slowest_ms,
+        "token_ms": plan.token_ms,
+    }
+
+
+def _describe_node(node: NodeRecord, stage: StagePlan | None, times: MeasuredTimes, now: float) -> dict:
     link, measured = node.link, node.measured or {}
     return {
         "node_id": node.node_id,
@@ -3360,6 +3619,10 @@ def _describe_node(node: NodeRecord, stage: StagePlan | None, now: float) -> dic
         "kernels": measured.get("kernels"),
         "pass_ms": link.pass_ms,
         "rtt_ms": link.rtt_ms,
+        "predicted_ms": stage.predicted_ms if stage else None,
+        "measured_ms": times.stage_ms.get(node.node_id),
+        "link_predicted_ms": stage.link_ms if stage else None,
+        "link_measured_ms": times.link_ms.get(node.node_id),
         "bytes_sent": link.connection.bytes_sent,
         "bytes_received": link.connection.bytes_received,
         "last_seen_s": now - link.connection.last_received,
@@ -3690,6 +3953,8 @@ class Engine:
     # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        # Torch notes a thread's number of cores at its first parallel call: not while loading has a share of them.
+        torch.get_num_threads()
         with torch.inference_mode():
             while not self._stopping:
                 for arrived in self._arrivals():
@@ -5863,6 +6128,7 @@ Les mathematiques, die Musik und el tiempo: 3.14 * 2 = 6.28. Explain why the sky
 HERE = Path(__file__).resolve().parent
 BUNDLED_MODEL = HERE / "tests" / "tiny-chat"
 DEFAULT_MAX_CONTEXT = 8192
+COMPARED_PASSES = 16  # tokens after which predicted and measured times are logged side by side
 EXIT_OK, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 130
 
 
@@ -5891,7 +6157,7 @@ FLAGS = (
         {
             "choices": PLAN_COSTS,
             "default": "even",
-            "help": "even: equal bytes; throughput: the slowest stage; latency: the sum of stages and links (even)",
+            "help": "even: the largest stage's bytes; throughput: the slowest stage's time; latency: one token's time (even)",
         },
     ),
     ("--target-node-memory-gb", {"type": float, "help": "GiB to assume for a node that does not know its memory"}),
@@ -6239,25 +6505,32 @@ class Coordinator:
                 signal.signal(getattr(signal, name), self._on_signal)
         try:
             self.start()
-            announced = 0
+            announced = compared = 0
             while not self.stopping.wait(0.5):
                 if self.local_nodes is not None:
                     self.local_nodes.restart_ended()
-                announced = self._announce(announced)
+                status = self.controller.describe()
+                announced = self._announce(status, announced)
+                compared = self._compare_times(status, compared)
             return EXIT_OK
         finally:
             self.stop()
 
-    def _announce(self, announced: int) -> int:
+    def _announce(self, status: dict, announced: int) -> int:
         """Prints plan and curl line when the cluster becomes ready with a new plan; returns its epoch."""
-        status = self.controller.describe()
-        if status["state"] != "ready" or status["epoch"] == announced:
+        table = self.controller.plan_table()
+        if status["state"] != "ready" or status["epoch"] == announced or table is None:
             return announced
-        plan = self.cluster.plan
-        if plan is None:
-            return announced
-        devices = {node["node_id"]: node["device"] for node in status["nodes"]}
-        print(f"ready:\n{plan_table(plan, devices)}\ntry it:\n{curl_command(self.args, self.server.port)}", flush=True)
+        advice = f"\nnote: {status['advice']}" if status["advice"] else ""
+        print(f"ready:\n{table}{advice}\ntry it:\n{curl_command(self.args, self.server.port)}", flush=True)
+        return status["epoch"]
+
+    def _compare_times(self, status: dict, compared: int) -> int:
+        """Logs the plan once more when real tokens have shown how long its stages and links take; returns its epoch."""
+        table = self.controller.plan_table()
+        if status["token_ms"]["passes"] < COMPARED_PASSES or status["epoch"] == compared or table is None:
+            return compared
+        log.info("epoch %d, after %d tokens, plan:\n%s", status["epoch"], status["token_ms"]["passes"], table)
         return status["epoch"]
 
     def _on_signal(self, *_) -> None:

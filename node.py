@@ -55,7 +55,7 @@ CONNECT_TIMEOUT_S = 10.0
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
 REMIND_S = 60.0  # how often a failure that stays the same is logged again
 MEASURED_ROWS = (1, 8, 64)
-MEASURE_SECONDS = 0.25  # per number of rows
+MEASURE_ROUNDS, MEASURE_SECONDS = 20, 0.25  # per number of rows: at most so often, and for so long
 MAX_WAITING_PASSES = 256
 NO_PASS = 0  # request_id of an INFERENCE_ERROR that concerns no pass; passes count from 1
 GIB = 1 << 30
@@ -278,20 +278,29 @@ class Worker(threading.Thread):
         since = self.busy_since
         return 0 if since is None else int((time.monotonic() - since) * 1000)
 
-    def kernel_choice(self, config: qwen.Config, weights: qwen.WeightFormat):
-        """The kernels for a model's shapes on this device: measured once per process, then remembered."""
+    def kernel_choice(self, config: qwen.Config, weights: qwen.WeightFormat, neighbours: dict | None = None):
+        """The kernels for a model's shapes on this device: measured once per process, then remembered.
+
+        neighbours: what a node on the same machine has chosen; it need only be checked, if that has as many threads.
+        """
         shapes = tuple(qwen.merged_linear_shapes(config).values())
         key = (shapes, weights)
         if key not in self.kernel_choices:
-            choice = quant.choose_kernels(shapes, weights.quant, weights.group_size, weights.dtype, self.device)
+            model = (shapes, weights.quant, weights.group_size, weights.dtype, self.device)
+            choice = None
+            if neighbours is not None and neighbours["threads"] == torch.get_num_threads():
+                names = (neighbours["few"], neighbours["many"], neighbours["threshold"])
+                choice = quant.neighbours_choice(*model, *names)
+            if choice is None:
+                choice = quant.choose_kernels(*model)
             for line in choice.report:
                 log.info("kernels: %s", line)
             self.kernel_choices[key] = choice
         return self.kernel_choices[key]
 
-    def measure(self, config: qwen.Config, weights: qwen.WeightFormat) -> dict:
+    def measure(self, config: qwen.Config, weights: qwen.WeightFormat, neighbours: dict | None) -> dict:
         """Milliseconds for one decoder layer at several numbers of rows, with the kernels that will serve."""
-        choice = self.kernel_choice(config, weights)
+        choice = self.kernel_choice(config, weights, neighbours)
         layer = qwen.DecoderLayer(config, 0, weights, self.device)
         for tensor in layer.destinations.values():
             if tensor.dtype.is_floating_point:
@@ -307,16 +316,16 @@ class Worker(threading.Thread):
             segments = [qwen.Segment(0, 0, 0, rows)]
             cache = layer.new_cache(rows)
             best, end = float("inf"), time.perf_counter() + MEASURE_SECONDS
-            while time.perf_counter() < end or best == float("inf"):
+            for _ in range(MEASURE_ROUNDS):
                 cache.cut(0)
                 begin = time.perf_counter()
                 layer.forward(hidden_states, segments, [cache], cos, sin).cpu()  # .cpu() waits for the device
                 best = min(best, time.perf_counter() - begin)
+                if time.perf_counter() > end:
+                    break
             layer_ms[str(rows)] = best * 1e3
-        kernels = {"few": choice.few, "many": choice.many}
-        if choice.few != choice.many:
-            kernels["few is up to"] = f"{choice.threshold} tokens"
-        return {"layer_ms": layer_ms, "kernels": kernels}
+        kernels = {"few": choice.few, "many": choice.many, "threshold": choice.threshold}
+        return {"layer_ms": layer_ms, "kernels": {**kernels, "threads": torch.get_num_threads()}}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -465,7 +474,7 @@ class Session:
 
         def measure():
             try:
-                self.writer.put("MEASURED", self.worker.measure(config, weights))
+                self.writer.put("MEASURED", self.worker.measure(config, weights, payload["kernels"]))
             except (RuntimeError, MemoryError) as error:
                 log.error("measuring failed: %s", error)
                 self.writer.put("ERROR", {"code": "measure_failed", "message": str(error)[:1000]}, urgent=True)
@@ -594,6 +603,7 @@ class Session:
     def _run(self, assignment: Assignment, kind: str, request_id: int, payload: dict, raw) -> None:
         """(worker) One pass through the stage; answers HIDDEN_STATE or INFERENCE_ERROR."""
         hidden_size = assignment.config.hidden_size
+        begin = time.perf_counter()
         try:
             stage = self.worker.stage
             if stage is None or any(layer.destinations for layer in stage.layers.values()):
@@ -612,7 +622,8 @@ class Session:
         rows = output.shape[0]
         shape = [rows, 1, hidden_size] if kind == "RUN_DECODE" else [1, rows, hidden_size]
         raw = wire.pack_hidden_states(output, assignment.wire_dtype) if rows else None
-        answer = {"shape": shape, "dtype": assignment.wire_dtype}
+        compute_ms = (time.perf_counter() - begin) * 1e3
+        answer = {"shape": shape, "dtype": assignment.wire_dtype, "compute_ms": compute_ms}
         self.writer.put("HIDDEN_STATE", answer, raw=raw, request_id=request_id, epoch=assignment.epoch)
 
     def on_clear_cache(self, frame: wire.Frame) -> None:

@@ -707,6 +707,35 @@ def choose_kernels(
     return KernelChoice(few.name, many.name, threshold, quant, group_size, dtype, device.type, tuple(report))
 
 
+def neighbours_choice(
+    shapes: list[tuple[int, int]],
+    quant: str,
+    group_size: int,
+    dtype: str,
+    device: str | torch.device,
+    few: str,
+    many: str,
+    threshold: int,
+) -> KernelChoice | None:
+    """What another process on this machine has chosen for the same shapes, checked here but not measured again.
+
+    None when one of the kernels does not exist, fails, or disagrees with the reference here.
+    """
+    device = torch.device(device)
+    named = [kernel for kernel in KERNELS if kernel.name in (few, many)]
+    try:
+        for shape in dict.fromkeys(shapes):
+            sample = _Sample(shape, quant, group_size, dtype, device)
+            for kernel in named:
+                _checked_run(kernel, sample)
+    except KERNEL_FAILURES:
+        return None
+    if len(named) != len({few, many}):
+        return None
+    report = f"{quant} ({dtype}) on {device}: {few} and {many}, as a neighbour has measured"
+    return KernelChoice(few, many, threshold, quant, group_size, dtype, device.type, (report,))
+
+
 class _Sample:
     """A random weight of one shape (its rows cut to MEASURED_WEIGHTS) and activations for it."""
 

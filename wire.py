@@ -382,16 +382,15 @@ _CHUNK = {
 
 _LOADED = dict.fromkeys(("weight_bytes", "packed_bytes", "cached_bytes", "received_bytes"), _NBYTES)
 _LOAD_FAILED = {"reason": words(MAX_WORDS), "need_bytes": optional(_NBYTES), "have_bytes": optional(_NBYTES)}
+_KERNELS = {"few": text(128), "many": text(128), "threshold": integer(0, MAX_NUMBER), "threads": integer(1, 65536)}
 _MEASURE = {
     "config": map_of(json_value(depth=3), 256),
     "quant": one_of("fp16", "int8", "int4"),
     "group_size": integer(1, 4096),
     "compute_dtype": _WIRE_DTYPE,
+    "kernels": optional(record(_KERNELS)),  # what a neighbour on the same machine has chosen
 }
-_MEASURED = {
-    "layer_ms": record(dict.fromkeys(("1", "8", "64"), number(0, 1e9))),
-    "kernels": map_of(text(128), 64),
-}
+_MEASURED = {"layer_ms": record(dict.fromkeys(("1", "8", "64"), number(0, 1e9))), "kernels": record(_KERNELS)}
 
 _RUN = {
     "slots": integers(0, MAX_SLOTS - 1, 1, MAX_ROWS),
@@ -401,7 +400,7 @@ _RUN = {
     "dtype": _WIRE_DTYPE,
 }
 
-_HIDDEN = {"shape": integers(0, MAX_DIM, 3, 3), "dtype": _WIRE_DTYPE}
+_HIDDEN = {"shape": integers(0, MAX_DIM, 3, 3), "dtype": _WIRE_DTYPE, "compute_ms": number(0, 1e12)}
 _ERROR = {"code": text(64), "message": words(MAX_WORDS)}
 
 _PLAN = ("epoch",)

@@ -16,6 +16,7 @@ import openai
 import pytest
 import torch
 from cluster import ROOT, TINY_CHAT, Cluster, Program, environment
+from slow_node import SLOW_MS
 
 import coordinator
 
@@ -210,6 +211,43 @@ def test_status_health_and_metrics(fp16_cluster):
     assert (status["state"], status["ready_nodes"], status["required_nodes"]) == ("ready", 2, 2)
     assert {node["state"] for node in status["nodes"]} == {"ready"}
     assert all(node["layer_ms"]["1"] > 0 and node["weight_bytes"] > 0 for node in status["nodes"])
+
+
+def with_a_slow_node(cost: str, *flags: str) -> tuple[str, dict, str]:
+    """(text, /status, the coordinator's output) of a cluster of a quick node and one that is slower in every layer."""
+    with Cluster(nodes=0, flags=("--dtype", "fp32", "--plan", cost, *flags)) as cluster:
+        cluster.add_node("--node-id", "slow", script="tests/slow_node.py")
+        cluster.add_node("--node-id", "quick")
+        cluster.wait_ready()
+        text = cluster.complete("Count: 1 2 3", max_tokens=20, ignore_eos=True)["choices"][0]["text"]
+        cluster.coordinator.wait_for(r"epoch 1, after \d+ tokens, plan:")
+        return text, cluster.status(), cluster.coordinator.output
+
+
+def test_a_slow_node_gets_fewer_layers_or_is_left_out(fp32_clusters):
+    """By --plan throughput and latency; the user is told about it, and the text stays the same."""
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        fewer = pool.submit(with_a_slow_node, "throughput", "--max-nodes", "2")
+        without = pool.submit(with_a_slow_node, "latency", "--min-nodes", "2")
+        (fewer_text, fewer_status, fewer_output), (without_text, without_status, _) = fewer.result(), without.result()
+    expected = fp32_clusters[0].complete("Count: 1 2 3", max_tokens=20, ignore_eos=True)["choices"][0]["text"]
+    assert fewer_text == without_text == expected
+
+    layers = {n["node_id"]: n["layers"][1] - n["layers"][0] for n in fewer_status["nodes"]}
+    assert 1 <= layers["slow"] < layers["quick"] and sum(layers.values()) == 8
+    assert fewer_status["plans"]["even"]["layers"] == {"slow": 4, "quick": 4}
+    assert fewer_status["plans"]["throughput"]["layers"] == layers
+    slow = next(n for n in fewer_status["nodes"] if n["node_id"] == "slow")
+    assert min(slow["predicted_ms"], slow["measured_ms"]) >= SLOW_MS * layers["slow"]  # what it sleeps
+    assert slow["link_predicted_ms"] > 0 and slow["link_measured_ms"] > 0
+    token_ms = fewer_status["token_ms"]
+    assert min(token_ms["predicted"], token_ms["measured"]) >= SLOW_MS * layers["slow"] and token_ms["passes"] >= 16
+    assert re.search(
+        r"^note: fewer nodes would be faster: .* without slow .*--plan latency", fewer_output, re.MULTILINE
+    )
+
+    assert [stage["node_id"] for stage in without_status["plan"]] == ["quick"]
+    assert without_status["advice"] is None
 
 
 def wait_until(holds, timeout: float = 30.0) -> None:

@@ -182,7 +182,7 @@ def answer(session, frame, rows=None, dtype="fp32", value=0.0, request_id=None, 
     raw = wire.pack_hidden_states(torch.full((rows, hidden_size), value), dtype) if rows else None
     shape = [1, rows, hidden_size] if frame.type == "RUN_PREFILL" else [rows, 1, hidden_size]
     ids = {"request_id": request_id or frame.request_id, "epoch": epoch or frame.epoch}
-    session.writer.put("HIDDEN_STATE", {"shape": shape, "dtype": dtype}, raw=raw, **ids)
+    session.writer.put("HIDDEN_STATE", {"shape": shape, "dtype": dtype, "compute_ms": 1.0}, raw=raw, **ids)
 
 
 LIES = {

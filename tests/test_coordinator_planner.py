@@ -16,6 +16,7 @@ from coordinator import (
     HEADROOM,
     RECOVERY_GRACE_S,
     ClusterState,
+    MeasuredTimes,
     ModelNeeds,
     NodeOffer,
     NodeRecord,
@@ -23,7 +24,10 @@ from coordinator import (
     NoPlan,
     estimate_required,
     make_plan,
+    plan_advice,
     plan_table,
+    plans_in_words,
+    possible_plans,
 )
 
 
@@ -89,10 +93,8 @@ def splits_by_brute_force(needs, nodes, stages):
 def cost_of(needs, split, cost):
     if cost == "even":
         return max(needs.stage_bytes(a, b, node.device_type) for node, a, b in split)
-    times = [sum(needs.relative_time(i) for i in range(a, b)) * node.layer_ms for node, a, b in split]
-    if cost == "throughput":
-        return max(times)
-    return sum(times) + sum(node.link_ms for node, _, _ in split)
+    times = [sum(needs.relative_time(i) for i in range(a, b)) * node.layer_ms + node.link_ms for node, a, b in split]
+    return max(times) if cost == "throughput" else sum(times)
 
 
 def random_case(seed):
@@ -125,12 +127,8 @@ def test_costs_against_brute_force(cost):
     for seed in range(400):
         needs, nodes = random_case(seed)
         for required in range(1, len(nodes) + 1):
-            counts = range(1, required + 1) if cost == "latency" else [min(required, needs.layers)]
-            costs = [
-                cost_of(needs, split, cost)
-                for stages in counts
-                for split in splits_by_brute_force(needs, nodes, stages)
-            ]
+            stages = min(required, needs.layers)
+            costs = [cost_of(needs, split, cost) for split in splits_by_brute_force(needs, nodes, stages)]
             if not costs:
                 with pytest.raises(NoPlan):
                     make_plan(needs, nodes, cost, required, 1)
@@ -140,13 +138,32 @@ def test_costs_against_brute_force(cost):
             assert_tiles(plan, needs.layers)
             by_id = {node.node_id: node for node in nodes}
             split = [(by_id[stage.node_id], stage.start, stage.end) for stage in plan.stages]
-            assert len(split) in counts
+            assert len(split) == stages
             assert split in list(splits_by_brute_force(needs, nodes, len(split)))
             assert cost_of(needs, split, cost) == pytest.approx(min(costs)), (seed, required)
     assert fitted > 300
 
 
-@pytest.mark.parametrize("cost", ["even", "throughput", "latency"])
+def test_latency_takes_any_number_of_nodes_unless_one_is_required():
+    """Against brute force over all subsets; with at_least, once so many are there, but not on so many."""
+    left_out = 0
+    for seed in range(300):
+        needs, nodes = random_case(seed)
+        counts = range(1, len(nodes) + 1)
+        costs = [cost_of(needs, s, "latency") for n in counts for s in splits_by_brute_force(needs, nodes, n)]
+        if not costs:
+            continue
+        for at_least in counts:
+            plan = make_plan(needs, nodes, "latency", None, 1, at_least)
+            assert_tiles(plan, needs.layers)
+            assert plan.token_ms == pytest.approx(min(costs)), (seed, at_least)
+            left_out += len(plan.stages) < min(at_least, needs.layers)
+        with pytest.raises(NoPlan, match="nodes are required"):
+            make_plan(FakeNeeds([1] * 9), nodes, "latency", None, 1, len(nodes) + 1)
+    assert left_out > 50
+
+
+@pytest.mark.parametrize("cost", ["even", "throughput"])
 def test_without_a_required_number_the_fewest_nodes_that_fit(cost):
     for seed in range(300):
         needs, nodes = random_case(seed)
@@ -209,7 +226,7 @@ def test_more_nodes_than_layers():
     plan = make_plan(FakeNeeds([1] * 3), offers(*[None] * 5), "even", 5, 7)
     assert_tiles(plan, 3)
     assert (len(plan.stages), plan.epoch) == (3, 7)
-    assert len(make_plan(FakeNeeds([1] * 3), offers(*[None] * 5), "latency", 5, 7).stages) == 1
+    assert len(make_plan(FakeNeeds([1] * 3), offers(*[None] * 5), "latency", 5, 7).stages) == 3
 
 
 def test_throughput_gives_the_slow_node_less():
@@ -220,9 +237,11 @@ def test_throughput_gives_the_slow_node_less():
 
 def test_latency_leaves_out_a_node_that_is_far_away():
     near, far = NodeOffer("near", "cpu", None, 1.0, 0.1), NodeOffer("far", "cpu", None, 0.9, 50.0)
-    assert make_plan(FakeNeeds([1] * 12), [near, far], "latency", 2, 1).node_ids == ("near",)
+    assert make_plan(FakeNeeds([1] * 12), [near, far], "latency", None, 1).node_ids == ("near",)
+    required = make_plan(FakeNeeds([1] * 12), [near, far], "latency", 2, 1)  # each with at least one layer
+    assert [(stage.node_id, stage.layers) for stage in required.stages] == [("near", 1), ("far", 11)]
     room = [NodeOffer("near", "cpu", 77, 1.0, 0.1), NodeOffer("far", "cpu", 121, 0.9, 50.0)]  # for 7 and for 11 layers
-    plan = make_plan(FakeNeeds([10] * 12), room, "latency", 2, 1)
+    plan = make_plan(FakeNeeds([10] * 12), room, "latency", None, 1)
     assert [stage.layers for stage in plan.stages] == [1, 11]  # both are needed, and far is quicker per layer
 
 
@@ -304,11 +323,72 @@ def test_planning_a_large_cluster_is_quick_enough_to_be_asked_for_in_a_status():
 
 
 def test_plan_table():
-    plan = make_plan(FakeNeeds([10**6] * 4, [5 * 10**5] * 4), offers(10**7, None, layer_ms=1.5), "even", 2, 1)
+    needs = FakeNeeds([10**6] * 4, [5 * 10**5] * 4)
+    plan = make_plan(needs, offers(10**7, None, layer_ms=1.5, link_ms=0.25), "even", 2, 1)
     lines = plan_table(plan, {"n0": "cuda:0"}).splitlines()
-    assert lines[0].split() == ["node", "device", "layers", "weights", "MB", "KV", "MB", "of", "memory", "ms/token"]
-    assert lines[1].split() == ["n0", "cuda:0", "0-1", "(2)", "2.0", "1.0", "30", "%", "3.00"]
-    assert lines[2].split() == ["n1", "?", "2-3", "(2)", "2.0", "1.0", "unknown", "3.00"]
+    header = "node device layers weights MB KV MB of memory ms/token measured link ms measured"
+    assert " ".join(lines[0].split()) == header
+    assert lines[1].split() == ["n0", "cuda:0", "0-1", "(2)", "2.0", "1.0", "30", "%", "3.00", "-", "0.25", "-"]
+    assert lines[2].split() == ["n1", "?", "2-3", "(2)", "2.0", "1.0", "unknown", "3.00", "-", "0.25", "-"]
+    assert lines[3] == "one token through all stages: 6.50 ms predicted, - ms measured"
+    measured = MeasuredTimes({"n0": 3.5, "n1": 2.5}, {"n0": 0.5, "n1": 1.0}, 7.6, 20)
+    lines = plan_table(plan, {"n0": "cuda:0"}, measured).splitlines()
+    assert lines[1].split()[-4:] == ["3.00", "3.50", "0.25", "0.50"]
+    assert lines[2].split()[-4:] == ["3.00", "2.50", "0.25", "1.00"]
+    assert lines[3] == "one token through all stages: 6.50 ms predicted, 7.60 ms measured"
+    assert "-" in plan_table(make_plan(needs, offers(None, layer_ms=None), "even", 1, 1), {}).splitlines()[-1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the other costs would give, and advice
+# ----------------------------------------------------------------------------------------------------------------------
+
+QUICK, SLOW, FAR = (
+    NodeOffer("quick", "cpu", None, 1.0, 0.2),
+    NodeOffer("slow", "cpu", None, 5.0, 0.2),
+    NodeOffer("far", "cpu", None, 1.0, 30.0),
+)
+
+
+def advice_for(nodes, cost="even", required=None, needs=None):
+    needs = needs or FakeNeeds([10**6] * 12)
+    plan = make_plan(needs, nodes, cost, required, 1)
+    return plan_advice(needs, nodes, plan, possible_plans(needs, nodes, required, 1))
+
+
+def test_the_other_plans_side_by_side():
+    """By hand: 12 layers of 1 MB, 1 and 5 ms each."""
+    plans = possible_plans(FakeNeeds([10**6] * 12), [QUICK, SLOW], 2, 1)
+    assert plans_in_words(plans) == (
+        "--plan even: 6 layers on quick + 6 layers on slow, largest stage 6.0 MB; "
+        "--plan throughput: 10 layers on quick + 2 layers on slow, slowest stage 10.20 ms; "
+        "--plan latency: 11 layers on quick + 1 layer on slow, one token 16.40 ms"
+    )
+    even = plans["even"]
+    assert (even.largest_bytes, even.slowest_ms, even.token_ms) == (6 * 10**6, pytest.approx(30.2), pytest.approx(36.4))
+    assert list(possible_plans(FakeNeeds([1] * 4), offers(None, layer_ms=None), None, 1)) == ["even"]
+    assert possible_plans(FakeNeeds([1] * 4), offers(1, 1), 2, 1) == {}
+
+
+def test_advice_names_the_node_that_slows_the_cluster_down_and_the_option():
+    fewer = advice_for([QUICK, SLOW], required=2)
+    assert "one token takes 36.4 ms, and 12.2 ms without slow" in fewer and "12 layers on quick" in fewer
+    assert "--plan latency with --min-nodes 2" in fewer and "\n" not in fewer
+
+    crowded = [NodeOffer("quick", "cpu", 9 * 1_200_000, 1.0, 0.2), SLOW]  # the model does not fit without the slow one
+    uneven = advice_for(crowded, required=2)
+    assert "slow is slow (30.0 ms for 6 layers" in uneven and "--plan latency, as 9 layers on quick" in uneven
+
+    no_choice = [NodeOffer("a", "cpu", 7 * 1_200_000, 1.0, 0.2), NodeOffer("b", "cpu", 7 * 1_200_000, 1.0, 30.0)]
+    link = advice_for(no_choice, required=2)
+    assert "the link to b is slow: 30.0 of the 42.2 ms" in link and "cable" in link
+
+
+def test_advice_is_given_only_where_it_matters():
+    assert advice_for([QUICK, NodeOffer("other", "cpu", None, 1.1, 0.2)], required=2) is None
+    assert advice_for([QUICK, SLOW, FAR], cost="latency") is None
+    assert advice_for([QUICK]) is None
+    assert advice_for(offers(None, None, layer_ms=None), required=2) is None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

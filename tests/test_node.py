@@ -223,11 +223,28 @@ def test_too_little_memory_is_reported_with_need_and_have():
 
 
 def test_measure_reports_times_and_kernels(peer):
-    payload = {"config": CONFIG.to_wire(), "quant": "int8", "group_size": 64, "compute_dtype": "fp16"}
+    payload = {"config": CONFIG.to_wire(), "quant": "int8", "group_size": 64, "compute_dtype": "fp16", "kernels": None}
     peer.link.send("MEASURE", payload)
     measured = peer.receive("MEASURED").payload
     assert all(measured["layer_ms"][rows] > 0 for rows in ("1", "8", "64"))
-    assert {"few", "many"} <= set(measured["kernels"])
+    names = {kernel.name for kernel in node.quant.KERNELS}
+    assert {measured["kernels"]["few"], measured["kernels"]["many"]} <= names
+    assert measured["kernels"]["threads"] == torch.get_num_threads()
+
+
+@pytest.mark.parametrize(
+    "few, more_threads, taken", [("dequantize", 0, True), ("dequantize", 1, False), ("no", 0, False)]
+)
+def test_a_neighbours_kernels_are_taken_over_when_they_exist_here_and_the_threads_are_as_many(
+    peer, monkeypatch, few, more_threads, taken
+):
+    """A choice that no measuring would make tells the one from the other."""
+    kernels = {"few": few, "many": "dequantize", "threshold": 7, "threads": torch.get_num_threads() + more_threads}
+    payload = {"config": CONFIG.to_wire(), "quant": "int8", "group_size": 64, "compute_dtype": "fp16"}
+    monkeypatch.setattr(node.quant, "PATIENCE_S", 0.01)
+    peer.link.send("MEASURE", {**payload, "kernels": kernels})
+    measured = peer.receive("MEASURED").payload["kernels"]
+    assert (measured == kernels) == taken
 
 
 def test_ping_is_answered_while_the_worker_computes(peer):

@@ -72,6 +72,8 @@ def assignment(entries: list[dict]) -> dict:
     }
 
 
+KERNELS = {"few": "int4pack", "many": "bf16", "threshold": 58, "threads": 2}
+
 # One good frame of every type: payload, number of raw bytes.
 EXAMPLES = {
     "HELLO": ({"protocol_version": wire.PROTOCOL_VERSION, **HELLO, "nonce": bytes(range(32))}, 0),
@@ -93,13 +95,19 @@ EXAMPLES = {
     "LOAD_COMPLETE": ({"weight_bytes": 32, "packed_bytes": 40, "cached_bytes": 0, "received_bytes": 32}, 0),
     "LOAD_FAILED": ({"reason": "too little memory", "need_bytes": 10, "have_bytes": None}, 0),
     "MEASURE": (
-        {"config": {"hidden_size": 896}, "quant": "int4", "group_size": 64, "compute_dtype": "bf16"},
+        {
+            "config": {"hidden_size": 896},
+            "quant": "int4",
+            "group_size": 64,
+            "compute_dtype": "bf16",
+            "kernels": KERNELS,
+        },
         0,
     ),
-    "MEASURED": ({"layer_ms": {"1": 0.5, "8": 1, "64": 3.25}, "kernels": {"few": "int4pack", "many": "bf16"}}, 0),
+    "MEASURED": ({"layer_ms": {"1": 0.5, "8": 1, "64": 3.25}, "kernels": KERNELS}, 0),
     "RUN_PREFILL": ({"slots": [1] * 3, "positions": [0, 1, 2], "keep": 1, "shape": [1, 3, 8], "dtype": "fp16"}, 51),
     "RUN_DECODE": ({"slots": [0, 3], "positions": [700, 2], "keep": 1, "shape": [2, 1, 8], "dtype": "fp32"}, 64),
-    "HIDDEN_STATE": ({"shape": [2, 1, 8], "dtype": "bf16"}, 32),
+    "HIDDEN_STATE": ({"shape": [2, 1, 8], "dtype": "bf16", "compute_ms": 1.5}, 32),
     "CLEAR_CACHE": ({"slots": [0, 1]}, 0),
     "COPY_CACHE": ({"from_slot": 0, "to_slot": 2, "length": 17}, 0),
     "INFERENCE_ERROR": ({"code": "position", "message": "beyond the cache's end"}, 0),
@@ -286,7 +294,7 @@ def test_dropped_raw_takes_no_memory_and_the_next_frame_follows(key):
 def test_hidden_state_without_rows_has_no_raw():
     node, coordinator = linked()
     for shape in ([1, 0, 896], [0, 1, 896]):
-        node.send("HIDDEN_STATE", {"shape": shape, "dtype": "fp16"}, raw=[], request_id=1, epoch=1)
+        node.send("HIDDEN_STATE", {"shape": shape, "dtype": "fp16", "compute_ms": 0}, raw=[], request_id=1, epoch=1)
         assert coordinator.recv().raw is None
 
 
