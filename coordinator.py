@@ -1900,6 +1900,7 @@ class NodeOffer:
     memory_bytes: int | None  # None: unknown, taken as unlimited
     layer_ms: float | None = None  # one token through one layer
     link_ms: float = 0.0  # one message to the node and back
+    second_copy: bool = False  # it would be quicker with its weights in memory a second time, in another dtype
 
 
 @dataclass(frozen=True)
@@ -1914,6 +1915,7 @@ class StagePlan:
     memory_bytes: int | None
     predicted_ms: float | None  # one token through these layers
     link_ms: float = 0.0  # and there and back
+    second_copy: bool = False  # of the weights, counted in weight_bytes
 
     @property
     def layers(self) -> int:
@@ -1938,7 +1940,7 @@ class Plan:
 
     @property
     def largest_bytes(self) -> int:
-        """Weights and caches of the largest stage: what "even" makes small."""
+        """Weights and caches of the largest stage: what "even" makes small, before second copies are granted."""
         return max(stage.weight_bytes + stage.cache_bytes for stage in self.stages)
 
     @property
@@ -1970,8 +1972,8 @@ class ModelNeeds:
     def layers(self) -> int:
         return self.config.num_hidden_layers
 
-    def weight_bytes(self, i: int, device_type: str) -> int:
-        return qwen.layer_weight_bytes(self.config, i, self.weights, device_type)
+    def weight_bytes(self, i: int, device_type: str, second_copy: bool = False) -> int:
+        return qwen.layer_weight_bytes(self.config, i, self.weights, device_type, second_copy)
 
     def cache_bytes(self, i: int, device_type: str) -> int:
         """Keys and values of layer i for all slots at max_context."""
@@ -1995,6 +1997,7 @@ class _Costs:
     """Prefix sums over the layers for one node, so that any stage's bytes and time are two look-ups."""
 
     def __init__(self, needs: ModelNeeds, offer: NodeOffer):
+        self.needs = needs
         self.offer = offer
         self.weights, self.caches, self.times = [0], [0], [0.0]
         for i in range(needs.layers):
@@ -2016,15 +2019,17 @@ class _Costs:
         return None if self.offer.layer_ms is None else (self.times[end] - self.times[start]) * self.offer.layer_ms
 
     def stage(self, start: int, end: int) -> StagePlan:
+        """The stage as it is planned; a second copy of the weights is granted where the node's memory has room for it."""
+        offer, weights = self.offer, self.weights[end] - self.weights[start]
+        caches = self.caches[end] - self.caches[start]
+        second_copy = False
+        if offer.second_copy and offer.memory_bytes is not None:
+            twice = sum(self.needs.weight_bytes(i, offer.device_type, second_copy=True) for i in range(start, end))
+            second_copy = int((twice + caches + self.working) * HEADROOM) <= offer.memory_bytes
+            weights = twice if second_copy else weights
+        milliseconds = self.milliseconds(start, end)
         return StagePlan(
-            self.offer.node_id,
-            start,
-            end,
-            self.weights[end] - self.weights[start],
-            self.caches[end] - self.caches[start],
-            self.offer.memory_bytes,
-            self.milliseconds(start, end),
-            self.offer.link_ms,
+            offer.node_id, start, end, weights, caches, offer.memory_bytes, milliseconds, offer.link_ms, second_copy
         )
 
 
@@ -2460,7 +2465,8 @@ class ClusterState:
         for node in nodes:
             memory = shares[node.node_id] if shares[node.node_id] is not None else self.default_memory
             layer_ms = node.measured["layer_ms"].get("1")
-            offers.append(NodeOffer(node.node_id, node.device_type, memory, layer_ms, node.link.rtt_ms))
+            copy_pays = node.measured["kernels"]["second_copy"] is not None
+            offers.append(NodeOffer(node.node_id, node.device_type, memory, layer_ms, node.link.rtt_ms, copy_pays))
         return offers
 
     def to_measure(self, now: float) -> list[NodeRecord]:
@@ -3508,6 +3514,7 @@ class Controller:
             "manifest": manifest,
             "tensor_count": len(manifest),
             "total_weight_bytes": sum(tensor.nbytes for tensor in tensors),
+            "second_copy": stage.second_copy,
         }
 
     def _send_weights(self, link: NodeLink, epoch: int, tensors: list[qwen.StoredTensor]) -> int:

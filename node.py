@@ -223,6 +223,7 @@ class Assignment:
         self.wire_dtype = payload["wire_dtype"]
         self.start, self.end = payload["layer_start"], payload["layer_end_exclusive"]
         self.slots, self.max_context = payload["slots"], payload["max_context"]
+        self.second_copy = payload["second_copy"]
         if not 0 <= self.start < self.end <= self.config.num_hidden_layers:
             raise ValueError(f"layers [{self.start}, {self.end}) of {self.config.num_hidden_layers}")
         expected = qwen.stored_tensors(self.config, self.start, self.end, self.weights)
@@ -278,29 +279,31 @@ class Worker(threading.Thread):
         since = self.busy_since
         return 0 if since is None else int((time.monotonic() - since) * 1000)
 
-    def kernel_choice(self, config: qwen.Config, weights: qwen.WeightFormat, neighbours: dict | None = None):
-        """The kernels for a model's shapes on this device: measured once per process, then remembered.
+    def kernel_choice(
+        self, config: qwen.Config, weights: qwen.WeightFormat, neighbours: dict | None = None
+    ) -> tuple[quant.KernelChoice, quant.KernelChoice | None]:
+        """The kernels for a model's shapes on this device, and those with a second copy of the weights if that pays.
 
-        neighbours: what a node on the same machine has chosen; it need only be checked, if that has as many threads.
+        Measured once per process, then remembered. neighbours: what a node on the same machine has chosen; it need only
+        be checked, if that has as many threads.
         """
         shapes = tuple(qwen.merged_linear_shapes(config).values())
         key = (shapes, weights)
         if key not in self.kernel_choices:
             model = (shapes, weights.quant, weights.group_size, weights.dtype, self.device)
-            choice = None
+            choices = None
             if neighbours is not None and neighbours["threads"] == torch.get_num_threads():
-                names = (neighbours["few"], neighbours["many"], neighbours["threshold"])
-                choice = quant.neighbours_choice(*model, *names)
-            if choice is None:
-                choice = quant.choose_kernels(*model)
-            for line in choice.report:
+                choices = neighbours_choices(model, neighbours)
+            if choices is None:
+                choices = quant.choose_kernels_with_copy(*model)
+            for line in (choices[1] or choices[0]).report:
                 log.info("kernels: %s", line)
-            self.kernel_choices[key] = choice
+            self.kernel_choices[key] = choices
         return self.kernel_choices[key]
 
     def measure(self, config: qwen.Config, weights: qwen.WeightFormat, neighbours: dict | None) -> dict:
         """Milliseconds for one decoder layer at several numbers of rows, with the kernels that will serve."""
-        choice = self.kernel_choice(config, weights, neighbours)
+        choice, with_copy = self.kernel_choice(config, weights, neighbours)
         layer = qwen.DecoderLayer(config, 0, weights, self.device)
         for tensor in layer.destinations.values():
             if tensor.dtype.is_floating_point:
@@ -325,7 +328,18 @@ class Worker(threading.Thread):
                     break
             layer_ms[str(rows)] = best * 1e3
         kernels = {"few": choice.few, "many": choice.many, "threshold": choice.threshold}
-        return {"layer_ms": layer_ms, "kernels": {**kernels, "threads": torch.get_num_threads()}}
+        kernels["second_copy"] = with_copy and {"many": with_copy.many, "threshold": with_copy.threshold}
+        kernels["threads"] = torch.get_num_threads()
+        return {"layer_ms": layer_ms, "kernels": kernels}
+
+
+def neighbours_choices(model: tuple, kernels: dict) -> tuple | None:
+    """MEASURED's kernels of a node on the same machine as this node's choices; None when one of them is wrong here."""
+    choices = [quant.neighbours_choice(*model, kernels["few"], kernels["many"], kernels["threshold"]), None]
+    second = kernels["second_copy"]
+    if second is not None:
+        choices[1] = quant.neighbours_choice(*model, kernels["few"], second["many"], second["threshold"])
+    return None if choices[0] is None or (second and choices[1] is None) else tuple(choices)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -559,7 +573,8 @@ class Session:
                 layer.destinations[name].copy_(arrival.staging)
             self.waiting_in_layer[layer_index] -= 1
             if self.waiting_in_layer[layer_index] == 0:
-                layer.prepare(self.worker.kernel_choice(assignment.config, assignment.weights))
+                choice, with_copy = self.worker.kernel_choice(assignment.config, assignment.weights)
+                layer.prepare(with_copy if with_copy and assignment.second_copy else choice)
         except (RuntimeError, MemoryError) as error:
             self._load_failed(assignment, error, free_memory_bytes(self.worker.device))
 

@@ -668,18 +668,24 @@ def _kept_nbytes(kernels, spec):
 
 
 def choose_kernels(
-    shapes: list[tuple[int, int]],
-    quant: str,
-    group_size: int,
-    dtype: str,
-    device: str | torch.device,
-    second_copy: bool = False,
+    shapes: list[tuple[int, int]], quant: str, group_size: int, dtype: str, device: str | torch.device
 ) -> KernelChoice:
     """Check and measure the candidates on this device for the (N, K) shapes of one layer (or a head).
 
     Weights are random, since neither speed nor rounding depends on their values. The reference formula stays unless
     another kernel takes 10 % less time. Kernels whose forms together would exceed planned_nbytes are not paired.
     """
+    return _choose(shapes, quant, group_size, dtype, device, second_copy=False)[0]
+
+
+def choose_kernels_with_copy(
+    shapes: list[tuple[int, int]], quant: str, group_size: int, dtype: str, device: str | torch.device
+) -> tuple[KernelChoice, KernelChoice | None]:
+    """choose_kernels, and what would serve with a second copy of the weights; None when that is not worth its memory."""
+    return _choose(shapes, quant, group_size, dtype, device, second_copy=True)
+
+
+def _choose(shapes, quant, group_size, dtype, device, second_copy):
     device = torch.device(device)
     layer = [_Sample(shape, quant, group_size, dtype, device) for shape in dict.fromkeys(shapes)]
     candidates, report = {}, []
@@ -693,18 +699,25 @@ def choose_kernels(
                 raise
             reason = (str(error).splitlines() or [""])[0][:100]
             report.append(f"{kernel.name}: left aside, {type(error).__name__}: {reason}")
+    kind = (quant, group_size, dtype, device.type)
     if len(candidates) == 1:
         report.append(f"{quant} ({dtype}) on {device}: {REFERENCE.name}, the only kernel here")
-        return KernelChoice(
-            REFERENCE.name, REFERENCE.name, ANY_NUMBER, quant, group_size, dtype, device.type, tuple(report)
-        )
+        return KernelChoice(REFERENCE.name, REFERENCE.name, ANY_NUMBER, *kind, tuple(report)), None
     seconds = _measure(candidates, layer, device)
     report += [f"{name}: {_in_words(times)}" for name, times in seconds.items()]
-    few, many = _pick(seconds, [sample.spec for sample in layer], second_copy)
+    specs = [sample.spec for sample in layer]
+    few, many = _pick(seconds, specs, second_copy=False)
     threshold = _threshold(seconds[few.name], seconds[many.name])
     split = "" if few is many else f" up to {threshold} tokens, {many.name} beyond"
     report.append(f"{quant} ({dtype}) on {device}: {few.name}{split}")
-    return KernelChoice(few.name, many.name, threshold, quant, group_size, dtype, device.type, tuple(report))
+    choice = KernelChoice(few.name, many.name, threshold, *kind, tuple(report))
+    quicker = _pick(seconds, specs, second_copy=True)[1] if second_copy else many
+    last = MANY_ROWS[-1]
+    if seconds[quicker.name].get(last, math.inf) >= WORTH_SWITCHING * seconds[many.name].get(last, math.inf):
+        return choice, None
+    threshold = _threshold(seconds[few.name], seconds[quicker.name])
+    report.append(f"with a second copy of the weights: {quicker.name} beyond {threshold} tokens")
+    return choice, KernelChoice(few.name, quicker.name, threshold, *kind, tuple(report))
 
 
 def neighbours_choice(

@@ -298,10 +298,12 @@ def activation_dtype(weights: WeightFormat, device_type: str) -> torch.dtype:
     return torch.float32 if device_type == "cpu" else TORCH_DTYPES[weights.dtype]
 
 
-def layer_weight_bytes(config: Config, i: int, weights: WeightFormat, device_type: str) -> int:
+def layer_weight_bytes(
+    config: Config, i: int, weights: WeightFormat, device_type: str, second_copy: bool = False
+) -> int:
     """Upper bound, in bytes, of what layer i's weights take on a device after its kernels have packed them."""
     linears = sum(
-        quant.planned_nbytes(*shape, weights.quant, weights.group_size, weights.dtype, device_type)
+        quant.planned_nbytes(*shape, weights.quant, weights.group_size, weights.dtype, device_type, second_copy)
         for shape in merged_linear_shapes(config).values()
     )
     small = sum(4 * shape[0] for shape in layer_tensor_shapes(config, i).values() if len(shape) == 1)

@@ -97,6 +97,11 @@ def integer(low: int, high: int) -> Check:
     return _rule(f"an integer from {low} to {high}", lambda v: type(v) is int and low <= v <= high)
 
 
+def boolean(value: object) -> None:
+    if type(value) is not bool:
+        raise ValueError(f"true or false expected, not {reprlib.repr(value)}")
+
+
 def number(low: float, high: float) -> Check:
     return _rule(f"a number from {low} to {high}", lambda v: type(v) in (int, float) and low <= v <= high)
 
@@ -370,6 +375,7 @@ _ASSIGNMENT = {
     "manifest": list_of(record(_TENSOR), 1, MAX_TENSORS),
     "tensor_count": integer(1, MAX_TENSORS),
     "total_weight_bytes": _NBYTES,
+    "second_copy": boolean,  # there is room for one beside what the manifest needs
 }
 
 _CHUNK = {
@@ -382,7 +388,13 @@ _CHUNK = {
 
 _LOADED = dict.fromkeys(("weight_bytes", "packed_bytes", "cached_bytes", "received_bytes"), _NBYTES)
 _LOAD_FAILED = {"reason": words(MAX_WORDS), "need_bytes": optional(_NBYTES), "have_bytes": optional(_NBYTES)}
-_KERNELS = {"few": text(128), "many": text(128), "threshold": integer(0, MAX_NUMBER), "threads": integer(1, 65536)}
+_MANY = {"many": text(128), "threshold": integer(0, MAX_NUMBER)}
+_KERNELS = {
+    "few": text(128),
+    **_MANY,
+    "second_copy": optional(record(_MANY)),  # what a second copy of the weights would make quicker
+    "threads": integer(1, 65536),
+}
 _MEASURE = {
     "config": map_of(json_value(depth=3), 256),
     "quant": one_of("fp16", "int8", "int4"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import node  # noqa: E402
+import node
 
 SLOW_MS = 5.0  # a layer of the bundled model takes a few tenths of a millisecond
 forward = node.qwen.DecoderLayer.forward

@@ -41,8 +41,8 @@ class FakeNeeds:
         self._working = working
         self.layers, self.slots, self.max_context = len(weights), 4, 1000
 
-    def weight_bytes(self, i, device_type):
-        return self._weights[i] * (2 if device_type == "cuda" else 1)
+    def weight_bytes(self, i, device_type, second_copy=False):
+        return self._weights[i] * (2 if device_type == "cuda" else 1) * (2 if second_copy else 1)
 
     def cache_bytes(self, i, device_type):
         return self._caches[i]
@@ -303,6 +303,23 @@ def test_working_memory_holds_a_prefill_chunk():
     assert real_needs(max_context=8).working_bytes() < real_needs(max_context=4096).working_bytes()
 
 
+def test_a_second_copy_of_the_weights_is_granted_where_there_is_room():
+    """By hand, Qwen2.5-0.5B in fp16: the linears of a layer once more in bf16; the split stays as it was."""
+    needs = real_needs(slots=1, max_context=100)
+    linears = 2 * (896 * (896 + 2 * 128) + 896 * 896 + 3 * 896 * 4864)
+    once = needs.weight_bytes(0, "cpu")
+    need_twice = int((24 * (once + linears + needs.cache_bytes(0, "cpu")) + needs.working_bytes()) * HEADROOM)
+    for memory, pays, granted in (
+        (need_twice, True, True),
+        (need_twice - 1, True, False),
+        (need_twice, False, False),
+        (None, True, False),  # unknown
+    ):
+        offer = NodeOffer("n", "cpu", memory, second_copy=pays)
+        stage = make_plan(needs, [offer], "even", 1, 1).stages[0]
+        assert (stage.second_copy, stage.weight_bytes) == (granted, 24 * (once + linears * granted))
+
+
 def test_estimate_of_required_nodes():
     needs = FakeNeeds([100] * 10, working=10)  # 1000 in all
     assert estimate_required(needs, []) == 1
@@ -405,7 +422,7 @@ def node(node_id, free=10_000, limit=None, host="h", device="cpu", measured=True
     }
     record = NodeRecord(node_id, hello, "10.0.0.1", SimpleNamespace(rtt_ms=rtt_ms))
     if measured:
-        record.measured = {"layer_ms": {"1": 1.0, "8": 2.0}}
+        record.measured = {"layer_ms": {"1": 1.0, "8": 2.0}, "kernels": {"second_copy": None}}
     return record
 
 
@@ -618,7 +635,7 @@ def test_a_smaller_plan_grows_when_the_nodes_are_back():
     back = node("b", host="b", measured=False)
     cluster.join(back)
     assert cluster.larger_plan(107.0) is None  # not measured yet
-    back.measured = {"layer_ms": {"1": 1.0}}
+    back.measured = {"layer_ms": {"1": 1.0}, "kernels": {"second_copy": None}}
     larger = cluster.larger_plan(108.0)
     assert (larger.node_ids, larger.epoch) == (("a", "b"), 3)
     cluster.adopt(larger)
@@ -654,7 +671,7 @@ def test_nodes_wait_for_measurement():
     cluster = cluster_of(a, b)
     assert cluster.to_measure(0.0) == [b]
     assert cluster.next_plan(0.0) is None
-    b.measured = {"layer_ms": {"1": 1.0}}
+    b.measured = {"layer_ms": {"1": 1.0}, "kernels": {"second_copy": None}}
     assert cluster.to_measure(0.0) == []
     assert cluster.next_plan(0.0).node_ids == ("a",)
 

@@ -37,7 +37,8 @@ def assignment(start: int, end: int, **changes) -> dict:
         "model_id": "tiny", "architecture": "Qwen2ForCausalLM", "quant": "fp16", "group_size": 64,
         "compute_dtype": "fp32", "wire_dtype": "fp32", "layer_start": start, "layer_end_exclusive": end,
         "config": CONFIG.to_wire(), "slots": 2, "max_context": 16, "manifest": manifest,
-        "tensor_count": len(manifest), "total_weight_bytes": sum(t.nbytes for t in tensors), **changes,
+        "tensor_count": len(manifest), "total_weight_bytes": sum(t.nbytes for t in tensors), "second_copy": False,
+        **changes,
     }  # fmt: skip
     return payload
 
@@ -239,7 +240,8 @@ def test_a_neighbours_kernels_are_taken_over_when_they_exist_here_and_the_thread
     peer, monkeypatch, few, more_threads, taken
 ):
     """A choice that no measuring would make tells the one from the other."""
-    kernels = {"few": few, "many": "dequantize", "threshold": 7, "threads": torch.get_num_threads() + more_threads}
+    kernels = {"few": few, "many": "dequantize", "threshold": 7, "second_copy": None}
+    kernels["threads"] = torch.get_num_threads() + more_threads
     payload = {"config": CONFIG.to_wire(), "quant": "int8", "group_size": 64, "compute_dtype": "fp16"}
     monkeypatch.setattr(node.quant, "PATIENCE_S", 0.01)
     peer.link.send("MEASURE", {**payload, "kernels": kernels})

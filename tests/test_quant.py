@@ -636,6 +636,27 @@ def test_two_forms_of_one_weight_are_not_kept_side_by_side(monkeypatch):
     assert (choice.few, choice.many) == ("dequantize", "dequantize")
 
 
+@pytest.mark.parametrize(
+    "copy_times, pays",
+    [((4, 32, 32, 128), True), ((4, 32, 62, 240), False), ((0.1, 0.8, 64, 256), False)],  # 7 % quicker; few tokens only
+)
+def test_a_second_copy_is_for_many_tokens_and_must_be_worth_its_memory(monkeypatch, copy_times, pays):
+    second = next(kernel for kernel in quant.KERNELS if kernel.second_copy)
+    monkeypatch.setattr(quant, "KERNELS", [quant.REFERENCE, second])
+    table = {"dequantize": dict(zip((1, 8, 64, 256), (1, 8, 64, 256)))}
+    table[second.name] = dict(zip((1, 8, 64, 256), copy_times))
+    monkeypatch.setattr(quant, "_measure", lambda candidates, layer, device: {n: table[n] for n in candidates})
+    model = ([(64, 1024)], "fp16", 64, "fp16", "cpu")
+    choice, with_copy = quant.choose_kernels_with_copy(*model)
+    assert (choice.few, choice.many) == ("dequantize", "dequantize") == (quant.choose_kernels(*model).few, choice.many)
+    assert (with_copy is not None) == pays
+    if pays:
+        assert (with_copy.few, with_copy.many, with_copy.threshold) == ("dequantize", "bf16_copy", 8 + 24 * 56 // 56)
+        assert with_copy.packed_nbytes(64, 1024) <= quant.planned_nbytes(64, 1024, *model[1:], second_copy=True)
+        neighbours = quant.neighbours_choice(*model, with_copy.few, with_copy.many, with_copy.threshold)
+        assert (neighbours.few, neighbours.many) == (with_copy.few, with_copy.many)
+
+
 @pytest.mark.parametrize("kind, dtype", FORMATS)
 def test_choosing_for_shapes_that_no_fast_kernel_serves(kind, dtype):
     choice = quant.choose_kernels([(7, 33), (5, 20)], kind, 32, dtype, "cpu")

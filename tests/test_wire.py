@@ -69,10 +69,11 @@ def assignment(entries: list[dict]) -> dict:
         "manifest": entries,
         "tensor_count": len(entries),
         "total_weight_bytes": sum(entry["nbytes"] for entry in entries),
+        "second_copy": False,
     }
 
 
-KERNELS = {"few": "int4pack", "many": "bf16", "threshold": 58, "threads": 2}
+KERNELS = {"few": "int4pack", "many": "bf16", "threshold": 58, "second_copy": None, "threads": 2}
 
 # One good frame of every type: payload, number of raw bytes.
 EXAMPLES = {
