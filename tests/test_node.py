@@ -233,6 +233,24 @@ def test_measure_reports_times_and_kernels(peer):
     assert measured["kernels"]["threads"] == torch.get_num_threads()
 
 
+@pytest.mark.parametrize("granted", [False, True])
+def test_the_second_copy_is_made_only_when_the_assignment_grants_it(peer, monkeypatch, granted):
+    once, twice = (
+        node.quant.KernelChoice("dequantize", "dequantize", threshold, "fp16", 64, "fp32", "cpu")
+        for threshold in (1, 2)
+    )
+    monkeypatch.setattr(peer.worker, "kernel_choice", lambda config, weights: (once, twice))
+    prepared = []
+    monkeypatch.setattr(qwen.DecoderLayer, "prepare", lambda layer, choice: prepared.append(choice))
+    weights = random_weights(0, 2)
+    for name in peer.assign(second_copy=granted):
+        peer.send_tensor(name, wire.tensor_buffer(weights[name]))
+    total = sum(t.nbytes for t in weights.values())
+    peer.link.send("WEIGHTS_COMPLETE", {"tensor_count": len(weights), "total_weight_bytes": total}, epoch=1)
+    peer.receive("LOAD_COMPLETE")
+    assert prepared == [twice if granted else once] * 2
+
+
 @pytest.mark.parametrize(
     "few, more_threads, taken", [("dequantize", 0, True), ("dequantize", 1, False), ("no", 0, False)]
 )

@@ -651,7 +651,7 @@ def test_a_second_copy_is_for_many_tokens_and_must_be_worth_its_memory(monkeypat
     assert (choice.few, choice.many) == ("dequantize", "dequantize") == (quant.choose_kernels(*model).few, choice.many)
     assert (with_copy is not None) == pays
     if pays:
-        assert (with_copy.few, with_copy.many, with_copy.threshold) == ("dequantize", "bf16_copy", 8 + 24 * 56 // 56)
+        assert (with_copy.few, with_copy.many, with_copy.threshold) == ("dequantize", "bf16_copy", 8 + 24)
         assert with_copy.packed_nbytes(64, 1024) <= quant.planned_nbytes(64, 1024, *model[1:], second_copy=True)
         neighbours = quant.neighbours_choice(*model, with_copy.few, with_copy.many, with_copy.threshold)
         assert (neighbours.few, neighbours.many) == (with_copy.few, with_copy.many)
