@@ -2207,8 +2207,8 @@ def plan_advice(needs: ModelNeeds, offers: list[NodeOffer], plan: Plan, plans: d
         slow = max((s for s in plan.stages if s.node_id not in quickest.node_ids), key=lambda s: s.total_ms)
         return (
             f"fewer nodes would be faster: one token takes {plan.token_ms:.1f} ms, and {quickest.token_ms:.1f} ms without "
-            f"{slow.node_id} ({_why_slow(slow)}), as {_split_in_words(quickest)}. To have such nodes left out: --plan "
-            f"latency with --min-nodes {len(plan.stages)} instead of --max-nodes or --local-nodes"
+            f"{slow.node_id} ({_why_slow(slow)}), as {_split_in_words(quickest)}. Use only these, or have them "
+            f"chosen: --plan latency with --min-nodes {len(plan.stages)} instead of --max-nodes or --local-nodes"
         )
     slowest = max(plan.stages, key=lambda stage: stage.total_ms)
     for cost, what in (("latency", "token_ms"), ("throughput", "slowest_ms")):
@@ -2409,6 +2409,7 @@ class ClusterState:
             return
         log.warning("epoch %d: the plan is void: %s", self.epoch, why)
         self.plan, self.incomplete_since = None, now
+        self.plans, self.advice = {}, None
         for node in self.nodes.values():
             if node.state in (NodeState.LOADING, NodeState.READY):
                 self.move(node, NodeState.JOINED, "its plan is void")
@@ -3038,12 +3039,11 @@ class Pipeline:
 
 
 @contextlib.contextmanager
-def share_of_cores(threads: int) -> Iterator[None]:
+def share_of_cores(cores: int, threads: int) -> Iterator[None]:
     """Gives torch's calls in this thread their share of the cores, when so many threads compute at once.
 
     Threads that each use all cores wait for one another at every step: quantizing for two stages took a third longer.
     """
-    cores = torch.get_num_threads()
     torch.set_num_threads(max(1, cores // threads))
     try:
         yield
@@ -3079,6 +3079,7 @@ class Controller:
         self.is_idle: Callable[[], bool] = lambda: True
         self.why_no_plan = ""
         self._may_measure = False
+        self._cores = torch.get_num_threads()
         self._could_grow_since: float | None = None
         self._changed = threading.Condition()
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
@@ -3454,7 +3455,7 @@ class Controller:
             unknown = wanted - {tensor.name for tensor in tensors}
             if unknown:
                 raise link.connection.bad_frame(f"it wants {min(unknown)!r}, which is not its own")
-            with share_of_cores(loads):
+            with share_of_cores(self._cores, loads):
                 sent = self._send_weights(link, epoch, [tensor for tensor in tensors if tensor.name in wanted])
             if self.cluster.epoch != epoch or self.cluster.plan is None:
                 return
@@ -3579,7 +3580,7 @@ class Controller:
                 },
                 "plan_cost": cluster.cost,
                 "plans": {cost: _describe_plan(other) for cost, other in cluster.plans.items()},
-                "advice": cluster.advice if plan else None,
+                "advice": cluster.advice,
                 "nodes": nodes,
             }
 
@@ -3960,8 +3961,7 @@ class Engine:
     # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        # Torch notes a thread's number of cores at its first parallel call: not while loading has a share of them.
-        torch.get_num_threads()
+        torch.get_num_threads()  # torch notes a thread's number at its first call: not while share_of_cores has set it
         with torch.inference_mode():
             while not self._stopping:
                 for arrived in self._arrivals():
@@ -6525,8 +6525,10 @@ class Coordinator:
 
     def _announce(self, status: dict, announced: int) -> int:
         """Prints plan and curl line when the cluster becomes ready with a new plan; returns its epoch."""
+        if status["state"] != "ready" or status["epoch"] == announced:
+            return announced
         table = self.controller.plan_table()
-        if status["state"] != "ready" or status["epoch"] == announced or table is None:
+        if table is None:  # void since
             return announced
         advice = f"\nnote: {status['advice']}" if status["advice"] else ""
         print(f"ready:\n{table}{advice}\ntry it:\n{curl_command(self.args, self.server.port)}", flush=True)
@@ -6534,8 +6536,10 @@ class Coordinator:
 
     def _compare_times(self, status: dict, compared: int) -> int:
         """Logs the plan once more when real tokens have shown how long its stages and links take; returns its epoch."""
+        if status["token_ms"]["passes"] < COMPARED_PASSES or status["epoch"] == compared:
+            return compared
         table = self.controller.plan_table()
-        if status["token_ms"]["passes"] < COMPARED_PASSES or status["epoch"] == compared or table is None:
+        if table is None:  # void since
             return compared
         log.info("epoch %d, after %d tokens, plan:\n%s", status["epoch"], status["token_ms"]["passes"], table)
         return status["epoch"]
