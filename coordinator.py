@@ -2019,7 +2019,7 @@ class _Costs:
         return None if self.offer.layer_ms is None else (self.times[end] - self.times[start]) * self.offer.layer_ms
 
     def stage(self, start: int, end: int) -> StagePlan:
-        """The stage as it is planned; a second copy of the weights is granted where the node's memory has room for it."""
+        """The stage as it is planned; a second copy of the weights is granted where the memory has room for it."""
         offer, weights = self.offer, self.weights[end] - self.weights[start]
         caches = self.caches[end] - self.caches[start]
         second_copy = False
@@ -2206,8 +2206,8 @@ def plan_advice(needs: ModelNeeds, offers: list[NodeOffer], plan: Plan, plans: d
     if len(quickest.stages) < len(plan.stages) and plan.token_ms > WORTH_SAYING * quickest.token_ms:
         slow = max((s for s in plan.stages if s.node_id not in quickest.node_ids), key=lambda s: s.total_ms)
         return (
-            f"fewer nodes would be faster: one token takes {plan.token_ms:.1f} ms, and {quickest.token_ms:.1f} ms without "
-            f"{slow.node_id} ({_why_slow(slow)}), as {_split_in_words(quickest)}. Use only these, or have them "
+            f"fewer nodes would be faster: one token takes {plan.token_ms:.1f} ms, and {quickest.token_ms:.1f} ms "
+            f"without {slow.node_id} ({_why_slow(slow)}), as {_split_in_words(quickest)}. Use only these, or have them "
             f"chosen: --plan latency with --min-nodes {len(plan.stages)} instead of --max-nodes or --local-nodes"
         )
     slowest = max(plan.stages, key=lambda stage: stage.total_ms)
@@ -2222,8 +2222,8 @@ def plan_advice(needs: ModelNeeds, offers: list[NodeOffer], plan: Plan, plans: d
     far = max(plan.stages, key=lambda stage: stage.link_ms)
     if plan.token_ms > WORTH_SAYING * (plan.token_ms - far.link_ms):
         return (
-            f"the link to {far.node_id} is slow: {far.link_ms:.1f} of the {plan.token_ms:.1f} ms of one token. Use a cable "
-            "or a nearer machine, or let the others hold the model: fewer nodes, --quant int8 or int4"
+            f"the link to {far.node_id} is slow: {far.link_ms:.1f} of the {plan.token_ms:.1f} ms of one token. Use a "
+            "cable or a nearer machine, or let the others hold the model: fewer nodes, --quant int8 or int4"
         )
     return None
 
@@ -6164,7 +6164,7 @@ FLAGS = (
         {
             "choices": PLAN_COSTS,
             "default": "even",
-            "help": "even: the largest stage's bytes; throughput: the slowest stage's time; latency: one token's time (even)",
+            "help": "what is made small: even: the largest stage; throughput: the slowest stage; latency: one token's time",
         },
     ),
     ("--target-node-memory-gb", {"type": float, "help": "GiB to assume for a node that does not know its memory"}),

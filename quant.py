@@ -681,7 +681,7 @@ def choose_kernels(
 def choose_kernels_with_copy(
     shapes: list[tuple[int, int]], quant: str, group_size: int, dtype: str, device: str | torch.device
 ) -> tuple[KernelChoice, KernelChoice | None]:
-    """choose_kernels, and what would serve with a second copy of the weights; None when that is not worth its memory."""
+    """choose_kernels, and what would serve with a second copy of the weights; None when it is not worth its memory."""
     return _choose(shapes, quant, group_size, dtype, device, second_copy=True)
 
 
