@@ -126,9 +126,9 @@ class Cluster:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def add_node(self, *flags: str, port: int | None = None, script: str = "node.py") -> Program:
+    def add_node(self, *flags: str, port: int | None = None) -> Program:
         """Starts one more node."""
-        command = [sys.executable, str(ROOT / script), "--host", "127.0.0.1", "--port", str(port or self.node_port)]
+        command = [sys.executable, str(ROOT / "node.py"), "--host", "127.0.0.1", "--port", str(port or self.node_port)]
         command += ["--device", "cpu", *self.node_flags, *flags]
         if self.work_dir is not None:
             command += ["--work-dir", str(self.work_dir)]
