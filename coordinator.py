@@ -2466,7 +2466,7 @@ class ClusterState:
         for node in nodes:
             memory = shares[node.node_id] if shares[node.node_id] is not None else self.default_memory
             layer_ms = node.measured["layer_ms"].get("1")
-            copy_pays = node.measured["kernels"]["second_copy"] is not None
+            copy_pays = node.measured["kernels"]["with_copy"] is not None
             offers.append(NodeOffer(node.node_id, node.device_type, memory, layer_ms, node.link.rtt_ms, copy_pays))
         return offers
 

@@ -328,7 +328,7 @@ class Worker(threading.Thread):
                     break
             layer_ms[str(rows)] = best * 1e3
         kernels = {"few": choice.few, "many": choice.many, "threshold": choice.threshold}
-        kernels["second_copy"] = with_copy and {"many": with_copy.many, "threshold": with_copy.threshold}
+        kernels["with_copy"] = with_copy and {"many": with_copy.many, "threshold": with_copy.threshold}
         kernels["threads"] = torch.get_num_threads()
         return {"layer_ms": layer_ms, "kernels": kernels}
 
@@ -336,7 +336,7 @@ class Worker(threading.Thread):
 def neighbours_choices(model: tuple, kernels: dict) -> tuple | None:
     """MEASURED's kernels of a node on the same machine as this node's choices; None when one of them is wrong here."""
     choices = [quant.neighbours_choice(*model, kernels["few"], kernels["many"], kernels["threshold"]), None]
-    second = kernels["second_copy"]
+    second = kernels["with_copy"]
     if second is not None:
         choices[1] = quant.neighbours_choice(*model, kernels["few"], second["many"], second["threshold"])
     return None if choices[0] is None or (second and choices[1] is None) else tuple(choices)

@@ -392,7 +392,7 @@ _MANY = {"many": text(128), "threshold": integer(0, MAX_NUMBER)}
 _KERNELS = {
     "few": text(128),
     **_MANY,
-    "second_copy": optional(record(_MANY)),  # what a second copy of the weights would make quicker
+    "with_copy": optional(record(_MANY)),  # what a second copy of the weights would make quicker
     "threads": integer(1, 65536),
 }
 _MEASURE = {

@@ -422,7 +422,7 @@ def node(node_id, free=10_000, limit=None, host="h", device="cpu", measured=True
     }
     record = NodeRecord(node_id, hello, "10.0.0.1", SimpleNamespace(rtt_ms=rtt_ms))
     if measured:
-        record.measured = {"layer_ms": {"1": 1.0, "8": 2.0}, "kernels": {"second_copy": None}}
+        record.measured = {"layer_ms": {"1": 1.0, "8": 2.0}, "kernels": {"with_copy": None}}
     return record
 
 
@@ -635,7 +635,7 @@ def test_a_smaller_plan_grows_when_the_nodes_are_back():
     back = node("b", host="b", measured=False)
     cluster.join(back)
     assert cluster.larger_plan(107.0) is None  # not measured yet
-    back.measured = {"layer_ms": {"1": 1.0}, "kernels": {"second_copy": None}}
+    back.measured = {"layer_ms": {"1": 1.0}, "kernels": {"with_copy": None}}
     larger = cluster.larger_plan(108.0)
     assert (larger.node_ids, larger.epoch) == (("a", "b"), 3)
     cluster.adopt(larger)
@@ -671,7 +671,7 @@ def test_nodes_wait_for_measurement():
     cluster = cluster_of(a, b)
     assert cluster.to_measure(0.0) == [b]
     assert cluster.next_plan(0.0) is None
-    b.measured = {"layer_ms": {"1": 1.0}, "kernels": {"second_copy": None}}
+    b.measured = {"layer_ms": {"1": 1.0}, "kernels": {"with_copy": None}}
     assert cluster.to_measure(0.0) == []
     assert cluster.next_plan(0.0).node_ids == ("a",)
 

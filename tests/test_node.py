@@ -258,7 +258,7 @@ def test_a_neighbours_kernels_are_taken_over_when_they_exist_here_and_the_thread
     peer, monkeypatch, few, more_threads, taken
 ):
     """A choice that no measuring would make tells the one from the other."""
-    kernels = {"few": few, "many": "dequantize", "threshold": 7, "second_copy": None}
+    kernels = {"few": few, "many": "dequantize", "threshold": 7, "with_copy": None}
     kernels["threads"] = torch.get_num_threads() + more_threads
     payload = {"config": CONFIG.to_wire(), "quant": "int8", "group_size": 64, "compute_dtype": "fp16"}
     monkeypatch.setattr(node.quant, "PATIENCE_S", 0.01)

@@ -73,7 +73,7 @@ def assignment(entries: list[dict]) -> dict:
     }
 
 
-KERNELS = {"few": "int4pack", "many": "bf16", "threshold": 58, "second_copy": None, "threads": 2}
+KERNELS = {"few": "int4pack", "many": "bf16", "threshold": 58, "with_copy": None, "threads": 2}
 
 # One good frame of every type: payload, number of raw bytes.
 EXAMPLES = {
@@ -695,10 +695,11 @@ ODD_VALUES += [[], [[]], ["x"] * 70, [True, 1, 1], [1, 1], [-1, -1], {}, {"x": 1
 # Odd values that are right where they stand; a config's inside is free, and bounded by CONTRADICTIONS.
 RIGHT = {
     **dict.fromkeys(("max_memory_bytes", "total_memory", "free_memory", "need_bytes", "have_bytes", "proof"), (None,)),
-    **dict.fromkeys(("heartbeat_s", "busy_ms", "1", "8", "64"), (1.5,)),
+    **dict.fromkeys(("heartbeat_s", "busy_ms", "compute_ms", "1", "8", "64"), (1.5,)),
     **dict.fromkeys(("message", "reason"), ("", "a\nb")),
     "names": ([],),
-    "kernels": ({},),
+    **dict.fromkeys(("kernels", "with_copy"), (None,)),
+    "second_copy": (True,),
     "config": ({}, {"x": 1}),
     "slots": ([], [1, 1]),
     "positions": ([1, 1],),
