@@ -3665,6 +3665,7 @@ class PromptLookup:
         self._after: dict[tuple[int, ...], int] = {}  # the ids of an n-gram -> where the id after its last place stands
         self._source: int | None = None  # where the next id is expected to be repeated from
         for token_id in ids:
+            self._source = None
             self._add(token_id)
 
     def append(self, token_id: int) -> None:
@@ -3709,9 +3710,7 @@ class StepTimes:
         """
         known = {n: seconds for n, (seconds, at) in self._measured.items() if now - at < STEP_TIME_LIFE_S}
         size = 1 << (rows - 1).bit_length()
-        if size in known:
-            return known[size]
-        nearest = max((n for n in known if n < size), default=None)
+        nearest = min(known, key=lambda n: max(n / size, size / n), default=None)
         return size**0.5 if nearest is None else known[nearest] * (size / nearest) ** 0.5
 
 

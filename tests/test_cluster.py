@@ -147,6 +147,39 @@ def test_choices_of_one_prompt_differ_and_repeat_with_the_seed(fp32_clusters):
     assert first["usage"]["prompt_tokens"] == two.complete("Once upon")["usage"]["prompt_tokens"]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 120},
+        {"max_tokens": 60, "n": 3, "temperature": 0.6, "seed": 5, "repetition_penalty": 0.8, "logprobs": 2},
+    ],
+)
+def test_drafts_from_the_text_so_far_change_nothing_but_the_number_of_passes(fp32_clusters, fields):
+    _, two, _ = fp32_clusters
+    fields = {"ignore_eos": True, **fields}
+    prompt = "the cat sat on the mat and " * 6
+    before = two.status()
+    without = two.complete(prompt, prompt_lookup=False, **fields)
+    unchanged = two.status()
+    assert unchanged["drafted_tokens"] == before["drafted_tokens"]
+    drafted = two.complete(prompt, **fields)
+    after = two.status()
+    assert [choice["text"] for choice in drafted["choices"]] == [choice["text"] for choice in without["choices"]]
+    assert drafted["usage"]["completion_tokens"] == without["usage"]["completion_tokens"]
+    for one, other in zip(drafted["choices"], without["choices"]):
+        if one["logprobs"]:
+            assert one["logprobs"]["tokens"] == other["logprobs"]["tokens"]
+            expected = other["logprobs"]["token_logprobs"]
+            assert one["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-3)
+    accepted = after["accepted_drafts"] - before["accepted_drafts"]
+    assert 10 < accepted <= after["drafted_tokens"] - before["drafted_tokens"]
+    # the slot is left as an undisturbed one: the next turn goes on after what was said
+    following = prompt + drafted["choices"][0]["text"] + " and then"
+    again, fresh = two.complete(following), fp32_clusters[0].complete(following)
+    assert again["choices"] == fresh["choices"]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 50
+
+
 def test_prompt_logprobs_equal_transformers(fp32_clusters):
     _, two, _ = fp32_clusters
     ids = [5, 80, 33, 120, 64, 9, 200]

@@ -138,6 +138,7 @@ BOTH_ROUTES = {
     "min_tokens": ([(0, 0), (3, 3), (None, 0)], [*INTEGERS_NEVER, -1]),
     "skip_special_tokens": ([(False, False), (None, True)], FLAGS_NEVER),
     "include_stop_str_in_output": ([(True, True), (None, False)], FLAGS_NEVER),
+    "prompt_lookup": ([(False, False), (None, True)], FLAGS_NEVER),
 }
 COMPLETIONS_ONLY = {
     "echo": ([(True, True), (None, False)], FLAGS_NEVER),
