@@ -34,6 +34,7 @@ from __future__ import annotations
 import argparse
 import base64
 import codecs
+import concurrent.futures
 import contextlib
 import datetime
 import enum
@@ -2296,6 +2297,11 @@ class NodeRecord:
         return free[0] if free else None
 
     @property
+    def held_bytes(self) -> int:
+        """What of free_bytes its layers of an earlier plan held then: it gives them up for others when it has to."""
+        return self.hello["held_memory_bytes"]
+
+    @property
     def own_memory_bytes(self) -> int | None:
         """What the node itself says that it may use, not counting its neighbours."""
         return min((f for f in (self.limit_bytes, self.free_bytes) if f is not None), default=None)
@@ -2320,10 +2326,15 @@ def share_memory(nodes: list[NodeRecord]) -> dict[str, int | None]:
     """{node id: bytes} for the nodes of one pool; None where nothing is known.
 
     Nodes with a limit get it first, as far as the pool goes; the others share the rest equally. Nobody gets more than
-    it says that it has: a node that joined after its neighbours had loaded sees less free memory than they did.
+    it says that it has: a node that joined after its neighbours had loaded sees less free memory than they did. Where
+    all have joined with layers of an earlier plan, the pool is what none of them held and what each of them did.
     """
-    free = [node.free_bytes for node in nodes if node.free_bytes is not None]
-    left = max(free, default=None)
+    known = [node for node in nodes if node.free_bytes is not None]
+    figures = [node.free_bytes for node in known]
+    if known:
+        unused = min(node.free_bytes - node.held_bytes for node in known)
+        figures.append(max(0, unused) + sum(node.held_bytes for node in known))
+    left = max(figures, default=None)
     shares = {}
     waiting = sorted(nodes, key=lambda n: (n.limit_bytes is None, n.limit_bytes or 0))
     limited = sum(node.limit_bytes is not None for node in nodes)
@@ -2624,6 +2635,8 @@ class Checkpoint:
         self._check()
         self._lock = threading.Lock()
         self._digests: dict[str, bytes] = {}
+        self._calibration_ids: list[int] | None = None  # the text that int4 is still to be calibrated on
+        self._calibrating = threading.Lock()
         self._importance: dict[str, torch.Tensor] = {}  # of a linear's weight: how much each of its inputs counts
         self._importance_key = ""
 
@@ -2700,12 +2713,33 @@ class Checkpoint:
                 self._digests[name] = digest
         return digest
 
-    @torch.inference_mode()
-    def calibrate(self, token_ids: list[int]) -> None:
-        """Measures what each input of each linear is like on a short text, so that int4 errs where it matters least.
+    def hash_tensors(self) -> None:
+        """Hashes all tensors now, several at a time, so that no node waits for the keys of its layers."""
+        with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            list(pool.map(self._digest, self._file_of))
 
-        importance[k] = mean square of input k: the squared error of an output is then the error of its weights, weighed
-        by it. Runs the unquantized layers one after another, in blocks from the mapped files.
+    def calibrate(self, token_ids: list[int]) -> None:
+        """Has int4 err where it matters least on a short text.
+
+        Keys cover the text and the whole model from now on, because what a layer's inputs are like depends on all
+        layers before it. The measuring itself waits for the first tensor that is converted: often none is.
+        """
+        digests = b"".join(self._digest(name) for name in sorted(self._file_of))
+        self._importance_key = hashlib.sha256(json.dumps(token_ids).encode() + digests).hexdigest()
+        self._calibration_ids = token_ids
+
+    def _importance_of(self, name: str) -> torch.Tensor | None:
+        with self._calibrating:
+            if self._calibration_ids is not None:
+                log.info("finding out which inputs of the layers matter most (int4)")
+                self._measure_importance(self._calibration_ids)
+                self._calibration_ids = None
+        return self._importance.get(name)
+
+    @torch.inference_mode()
+    def _measure_importance(self, token_ids: list[int]) -> None:
+        """importance[k] = mean square of input k of each linear on a text: the squared error of an output is then the
+        error of its weights, weighed by it. Runs the unquantized layers one after another, in blocks from the mapped files.
         """
         unquantized = qwen.WeightFormat("fp16", 64, "fp32")
         rows = len(token_ids)
@@ -2726,9 +2760,6 @@ class Checkpoint:
             for merged, parts in qwen.LINEARS.items():
                 for part in parts:
                     self._importance[f"{prefix}{part}.weight"] = layer.linears[merged].importance
-        # What a layer's inputs are like depends on all layers before it, so the key covers the whole model.
-        digests = b"".join(self._digest(name) for name in sorted(self._file_of))
-        self._importance_key = hashlib.sha256(json.dumps(token_ids).encode() + digests).hexdigest()
 
     def stored_parts(
         self, stored: list[qwen.StoredTensor], weights: qwen.WeightFormat
@@ -2748,7 +2779,7 @@ class Checkpoint:
         tensor = self.tensor(name)
         if tensor.dim() == 2:
             try:
-                importance = self._importance.get(name)
+                importance = self._importance_of(name) if weights.quant == "int4" else None
                 return quant.quantize(tensor, weights.quant, weights.group_size, weights.dtype, importance)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
@@ -2824,10 +2855,11 @@ HEARTBEAT_S = 2.0
 OLD_LINK_ANSWER_S = 2.0  # how long a link may stay silent before a newcomer of the same id replaces it
 GROW_LIMIT_S = 60.0  # how long a plan that lost nodes waits for an idle moment to spread over those that are back
 MAX_STRANGERS = 64  # connections that have not said HELLO yet
-# A node that still answers PING but not what it was asked is given up, and may join again.
 LINK_PINGS = 5  # of a node that has just measured and is idle; their median is the link's time in a plan
 TIMED_PASSES = 64  # the measured times are medians over so many of the last passes
+# A node that still answers PING but not what it was asked is given up, and may join again.
 ANSWER_LIMIT_S = {"MEASURED": 60.0, "WEIGHTS_WANTED": 120.0, "LOAD_COMPLETE": 300.0, "HIDDEN_STATE": 120.0}
+SLOWEST_CACHE = 20e6  # bytes per second at which a node reads its cached weights, at least
 
 
 class NodeLink:
@@ -2837,7 +2869,8 @@ class NodeLink:
         self.connection = connection
         self.node_id = node_id
         self.writer = wire.Writer(connection, HEARTBEAT_S)
-        self.wanted: queue.Queue = queue.Queue()  # (epoch, names) from WEIGHTS_WANTED, None when the link is gone
+        # (epoch, names) from WEIGHTS_WANTED, (epoch, None) when the stage is loaded, None when the link is gone
+        self.wanted: queue.Queue = queue.Queue()
         self.rtt_ms = 0.0  # of a PING, the median of the last ones
         self.pinged_at: float | None = None
         self._pings_left = 0
@@ -2852,8 +2885,8 @@ class NodeLink:
     def measuring(self) -> bool:
         return self.awaited is not None and self.awaited[0] == "MEASURED"
 
-    def expect(self, type: str, epoch: int | None = None) -> None:
-        self.awaited = (type, time.monotonic() + ANSWER_LIMIT_S[type], epoch)
+    def expect(self, type: str, epoch: int | None = None, extra_s: float = 0.0) -> None:
+        self.awaited = (type, time.monotonic() + ANSWER_LIMIT_S[type] + extra_s, epoch)
 
     def ping(self, times: int = 1) -> None:
         """Sends a PING, and after its answer the next, so many times."""
@@ -3173,7 +3206,7 @@ class Controller:
             "PONG": lambda frame: self._on_pong(node),
             "ERROR": lambda frame: self._on_error(link, frame),
             "MEASURED": lambda frame: self._on_measured(node, frame),
-            "WEIGHTS_WANTED": lambda frame: self._on_weights_wanted(link, frame),
+            "WEIGHTS_WANTED": lambda frame: self._on_weights_wanted(node, frame),
             "LOAD_COMPLETE": lambda frame: self._on_load_complete(node, frame),
             "LOAD_FAILED": lambda frame: self._on_load_failed(node, frame),
             "HIDDEN_STATE": lambda frame: self._on_hidden_state(link, frame),
@@ -3255,16 +3288,19 @@ class Controller:
             link.awaited = None
             self._changed.notify_all()
 
-    def _on_weights_wanted(self, link: NodeLink, frame: wire.Frame) -> None:
-        link.awaited = None
-        link.wanted.put((frame.epoch, frame.payload["names"]))
+    def _on_weights_wanted(self, node: NodeRecord, frame: wire.Frame) -> None:
+        if node.state is not NodeState.LOADING:
+            raise node.link.connection.bad_frame("WEIGHTS_WANTED, but it is not loading")
+        node.link.awaited = None
+        node.link.wanted.put((frame.epoch, frame.payload["names"]))
 
     def _on_load_complete(self, node: NodeRecord, frame: wire.Frame) -> None:
         with self._changed:
             if node.state is not NodeState.LOADING:
                 raise node.link.connection.bad_frame("LOAD_COMPLETE, but it is not loading")
             node.link.awaited = None
-            self.cluster.move(node, NodeState.READY, f"{frame.payload['packed_bytes'] / 1e6:.1f} MB loaded")
+            self.cluster.move(node, NodeState.READY, _loaded_in_words(frame.payload))
+            node.link.wanted.put((frame.epoch, None))
             ready, pipeline, plan = self.cluster.is_ready, self.pipeline, self.cluster.plan
             self._changed.notify_all()
         if ready:
@@ -3419,8 +3455,6 @@ class Controller:
             qwen.stored_tensors(self.checkpoint.config, stage.start, stage.end, self.model.weights)
             for stage in plan.stages
         ]
-        total = sum(tensor.nbytes for tensors in stored for tensor in tensors)
-        self._bar = tqdm(total=total, unit="B", unit_scale=True, desc="sending weights", disable=None)
         for link, stage, tensors in zip(pipeline.links, plan.stages, stored):
             name = f"load {stage.node_id}"
             args = (link, plan.epoch, stage, tensors, len(plan.stages))
@@ -3437,6 +3471,15 @@ class Controller:
         others = {cost: other for cost, other in plans.items() if cost != cluster.cost}
         log.info("epoch %d, by --plan %s; others would give: %s", plan.epoch, cluster.cost, plans_in_words(others))
 
+    def _extend_bar(self, nbytes: int) -> None:
+        """Counts bytes that are about to be sent into the progress bar, which begins with the first of them."""
+        with self._changed:
+            if self._bar is None and nbytes:
+                self._bar = tqdm(total=0, unit="B", unit_scale=True, desc="sending weights", disable=None)
+            if self._bar is not None:
+                self._bar.total += nbytes
+                self._bar.refresh()
+
     def _close_bar(self) -> None:
         bar, self._bar = self._bar, None
         if bar is not None:
@@ -3449,19 +3492,18 @@ class Controller:
         try:
             link.expect("WEIGHTS_WANTED", epoch)
             link.writer.put("ASSIGNMENT", self._assignment(stage, tensors), epoch=epoch, wait=True)
-            wanted = self._wait_for_wanted(link, epoch)
-            if wanted is None:
-                return
-            unknown = wanted - {tensor.name for tensor in tensors}
-            if unknown:
-                raise link.connection.bad_frame(f"it wants {min(unknown)!r}, which is not its own")
-            with share_of_cores(self._cores, loads):
-                sent = self._send_weights(link, epoch, [tensor for tensor in tensors if tensor.name in wanted])
-            if self.cluster.epoch != epoch or self.cluster.plan is None:
-                return
-            complete = {"tensor_count": len(wanted), "total_weight_bytes": sent}
-            link.expect("LOAD_COMPLETE", epoch)
-            link.writer.put("WEIGHTS_COMPLETE", complete, epoch=epoch, wait=True)
+            # Once, and again for what a node finds damaged in its cache.
+            while (wanted := self._wait_for_wanted(link, epoch)) is not None:
+                unknown = wanted - {tensor.name for tensor in tensors}
+                if unknown:
+                    raise link.connection.bad_frame(f"it wants {min(unknown)!r}, which is not its own")
+                with share_of_cores(self._cores, loads):
+                    sent = self._send_weights(link, epoch, [tensor for tensor in tensors if tensor.name in wanted])
+                if self.cluster.epoch != epoch or self.cluster.plan is None:
+                    return
+                complete = {"tensor_count": len(wanted), "total_weight_bytes": sent}
+                link.expect("LOAD_COMPLETE", epoch, extra_s=(stage.weight_bytes - sent) / SLOWEST_CACHE)
+                link.writer.put("WEIGHTS_COMPLETE", complete, epoch=epoch, wait=True)
         except (wire.PeerClosed, wire.PeerSilent) as error:
             log.warning("loading %s stopped: %s", link.node_id, error)  # its reader reports the loss
         except wire.BadFrame as error:
@@ -3475,6 +3517,7 @@ class Controller:
                 self._changed.notify_all()
 
     def _wait_for_wanted(self, link: NodeLink, epoch: int) -> set[str] | None:
+        """The names that a node asks for; None when it asks for no more: it is loaded or gone, or the plan is."""
         while True:
             try:
                 answer = link.wanted.get(timeout=1.0)
@@ -3486,7 +3529,7 @@ class Controller:
                 link.wanted.put(answer)  # the thread of a newer plan may be waiting for it
                 return None
             if answer[0] == epoch:
-                return set(answer[1])
+                return None if answer[1] is None else set(answer[1])
 
     def _assignment(self, stage: StagePlan, tensors: list[qwen.StoredTensor]) -> dict:
         weights, needs = self.model.weights, self.cluster.needs
@@ -3520,6 +3563,7 @@ class Controller:
 
     def _send_weights(self, link: NodeLink, epoch: int, tensors: list[qwen.StoredTensor]) -> int:
         """Converts and sends tensors in chunks; stops when the plan has changed. Returns the bytes sent."""
+        self._extend_bar(sum(tensor.nbytes for tensor in tensors))
         sent = 0
         for stored, tensor in self.checkpoint.stored_parts(tensors, self.model.weights):
             data = wire.tensor_buffer(tensor)
@@ -3609,6 +3653,14 @@ def _describe_plan(plan: Plan) -> dict:
         "slowest_stage_ms": plan.slowest_ms,
         "token_ms": plan.token_ms,
     }
+
+
+def _loaded_in_words(sizes: dict) -> str:
+    """LOAD_COMPLETE for the log: how much a node has loaded, and from where."""
+    kept = sizes["weight_bytes"] - sizes["cached_bytes"] - sizes["received_bytes"]
+    sources = [("sent", sizes["received_bytes"]), ("from its cache", sizes["cached_bytes"]), ("kept", kept)]
+    parts = ", ".join(f"{nbytes / 1e6:.1f} {source}" for source, nbytes in sources if nbytes)
+    return f"{sizes['packed_bytes'] / 1e6:.1f} MB loaded: {parts}"
 
 
 def _describe_node(node: NodeRecord, stage: StagePlan | None, times: MeasuredTimes, now: float) -> dict:
@@ -6484,8 +6536,8 @@ class Coordinator:
         self.server.start()
         self._print_addresses(node_port)
         self.engine.start(model.checkpoint.ends(model.weights))
+        model.checkpoint.hash_tensors()
         if args.quant == "int4":
-            log.info("finding out which inputs of the layers matter most (int4)")
             model.checkpoint.calibrate(model.tokenizer.encode(CALIBRATION_TEXT, parse_special=False))
         self.controller.allow_measuring()
 

@@ -4,31 +4,40 @@
 
 Needs this file, qwen.py, quant.py, wire.py and `pip install torch msgpack numpy`; no model files. The node connects to the
 coordinator, says what it has (HELLO), measures its kernels when asked (MEASURE), takes a range of layers (ASSIGNMENT),
-receives their weights straight into place (WEIGHT_CHUNK), and then turns hidden states into hidden states. When the
-coordinator goes away it keeps trying to come back, for ever.
+receives their weights straight into place (WEIGHT_CHUNK), and then turns hidden states into hidden states. Weights that it
+still has, in memory or in its cache on disk, are not sent again. When the coordinator goes away it keeps trying to come
+back, for ever.
+
+    python node.py --forget         deletes the cached weights
 
 Threads, and what each owns:
-    main      connects, reads frames, answers PING, checks everything that arrives (Session)
-    worker    the device, the stage, its caches: every torch call on the device is made here (Worker)
-    writer    sends, control frames first (wire.Writer)
+    main            connects, reads frames, answers PING, checks everything that arrives (Session)
+    worker          the device, the stage, its caches: every torch call on the device is made here (Worker)
+    writer          sends, control frames first (wire.Writer)
+    cache reader    reads cached weights into place while others arrive; one per load (Session._read_cache)
+    cache writer    writes what has arrived to the cache (CacheWriter)
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import logging
 import os
 import platform
 import queue
 import random
+import re
+import shutil
 import signal
 import socket
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,6 +66,7 @@ REMIND_S = 60.0  # how often a failure that stays the same is logged again
 MEASURED_ROWS = (1, 8, 64)
 MEASURE_ROUNDS, MEASURE_SECONDS = 20, 0.25  # per number of rows: at most so often, and for so long
 MAX_WAITING_PASSES = 256
+KEEP_LAYERS_S = 300.0  # a node without a coordinator keeps its layers in memory for so long
 NO_PASS = 0  # request_id of an INFERENCE_ERROR that concerns no pass; passes count from 1
 GIB = 1 << 30
 
@@ -196,6 +206,233 @@ def claim_node_id(work_dir: Path, hostname: str):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Weight cache: tensors that have arrived once, as files
+# ----------------------------------------------------------------------------------------------------------------------
+
+CACHE_MAGIC = b"TCWEIGHT"
+CACHE_HEADER_NBYTES = len(CACHE_MAGIC) + hashlib.sha256().digest_size
+CACHE_FILE = re.compile(r"[0-9a-f]{64}\.weight")  # the only names that are ever deleted, with those of CACHE_PART
+CACHE_PART = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{32}\.part")
+PART_LIFETIME_S = 600.0  # a file that nobody has written to for so long was left behind by a node that was killed
+READ_BYTES = 1 << 20  # read and hashed at a time, so that it is hashed while it is in the processor's cache
+DISK_RESERVE_BYTES = GIB  # the cache leaves at least this much of the disk free
+CLOCK_SLACK_S = 1.0  # file times are a little behind the clock
+
+
+@dataclass(frozen=True)
+class CachedFile:
+    """One file of the cache's folder."""
+
+    path: Path
+    nbytes: int
+    used_at: float  # seconds since 1970: written, or last used by a load
+
+    @property
+    def is_part(self) -> bool:
+        return CACHE_PART.fullmatch(self.path.name) is not None
+
+
+class WeightCache:
+    """Stored tensors in a folder, by their content's key: a node that starts again asks only for what is not here.
+
+    A file is CACHE_MAGIC, the SHA-256 of the bytes, the bytes. It is written under another name and renamed when it is
+    whole, so nodes may share the folder and be killed at any moment; what is read is held to its SHA-256. The files
+    that were used longest ago go first. Nothing here raises when the disk is full or the folder forbidden: there is
+    less of a cache then, and a line in the log for each load.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int, scope: bytes = b""):
+        """scope goes into the names: what came from a coordinator without the token is never taken for what comes from
+        one that has it."""
+        self.folder = folder
+        self.limit_bytes = limit_bytes
+        self.scope = scope
+        self.trouble: str | None = None  # why this load writes no more
+        self._load_began = 0.0
+        self._used_bytes = 0
+
+    def path(self, key: str) -> Path:
+        return self.folder / (hashlib.sha256(self.scope + bytes.fromhex(key)).hexdigest() + ".weight")
+
+    def begin_load(self, sizes: dict[str, int]) -> set[str]:
+        """The keys, of {key: bytes}, that are here in the right size, marked as used now; tidies the folder."""
+        self.trouble = None
+        now = time.time()
+        self._load_began = now - CLOCK_SLACK_S
+        try:
+            for file in self._files():
+                if file.is_part and file.used_at < now - PART_LIFETIME_S:
+                    self._delete(file.path)
+            files = {file.path: file for file in self._files()}
+            self._used_bytes = sum(file.nbytes for file in files.values())
+            held = set()
+            for key, nbytes in sizes.items():
+                file = files.get(self.path(key))
+                if file is not None and file.nbytes == CACHE_HEADER_NBYTES + nbytes:
+                    held.add(key)
+                    self._mark_used(file.path, now)
+            return held
+        except OSError as error:
+            self._give_up(f"it cannot be read ({error.strerror or error})")
+            return set()
+
+    def read(self, key: str, buffer: memoryview) -> bool:
+        """Fills buffer with a tensor's bytes. False when they are not there as they were written: the file is deleted."""
+        path = self.path(key)
+        try:
+            with path.open("rb", buffering=0) as file:
+                header = file.read(CACHE_HEADER_NBYTES)
+                digest, filled = hashlib.sha256(), 0
+                while filled < buffer.nbytes:
+                    piece = buffer[filled : filled + READ_BYTES]
+                    count = file.readinto(piece)
+                    if not count:
+                        break
+                    digest.update(piece[:count])
+                    filled += count
+                whole = filled == buffer.nbytes and not file.read(1)
+        except OSError as error:
+            log.warning("weight cache: %s cannot be read (%s); asking for it again", path, error.strerror or error)
+            return False
+        if whole and header == CACHE_MAGIC + digest.digest():
+            return True
+        log.warning("weight cache: %s is damaged; deleted, asking for it again", path)
+        self._delete(path)
+        return False
+
+    def write(self, key: str, data: memoryview, digest: bytes) -> None:
+        """Keeps a tensor's bytes, whose SHA-256 is digest, if there is room or older files can make some."""
+        if self.trouble:
+            return
+        path = self.path(key)
+        part = path.with_suffix(f".{uuid.uuid4().hex}.part")
+        nbytes = CACHE_HEADER_NBYTES + data.nbytes
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self._make_room(nbytes):
+                return
+            with part.open("xb") as file:
+                file.write(CACHE_MAGIC + digest)
+                file.write(data)
+            os.replace(part, path)
+            self._used_bytes += nbytes
+        except FileNotFoundError:
+            log.debug("weight cache: %s was deleted while it was written (node.py --forget)", part)
+        except OSError as error:
+            self._delete(part)
+            self._give_up(f"it cannot be written ({error.strerror or error})")
+
+    def forget(self) -> tuple[int, int, int]:
+        """Deletes all files of the cache and nothing else: (files deleted, their bytes, files that could not be)."""
+        files = list(self._files())
+        deleted = [file for file in files if self._delete(file.path)]
+        return len(deleted), sum(file.nbytes for file in deleted), len(files) - len(deleted)
+
+    def _files(self) -> Iterator[CachedFile]:
+        """The cache's own files; other things in the folder are not looked at."""
+        try:
+            entries = list(os.scandir(self.folder))
+        except FileNotFoundError:
+            return
+        for entry in entries:
+            if CACHE_FILE.fullmatch(entry.name) or CACHE_PART.fullmatch(entry.name):
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:  # deleted by a neighbour
+                    continue
+                yield CachedFile(Path(entry.path), status.st_size, status.st_mtime)
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Whether so many bytes fit, once the least recently used files are gone; never one that this load uses."""
+        free = shutil.disk_usage(self.folder).free - DISK_RESERVE_BYTES
+        excess = max(self._used_bytes + nbytes - self.limit_bytes, nbytes - free)
+        if excess <= 0:
+            return True
+        files = list(self._files())  # neighbours write and delete too
+        self._used_bytes = sum(file.nbytes for file in files)
+        excess = max(self._used_bytes + nbytes - self.limit_bytes, nbytes - free)
+        old = [file for file in files if not file.is_part and file.used_at < self._load_began]
+        if sum(file.nbytes for file in old) < excess:
+            self._give_up(
+                f"less than {gib(DISK_RESERVE_BYTES)} would be left on the disk" if nbytes > free
+                else f"these layers need more than --cache-gb allows ({gib(self.limit_bytes)})"
+            )  # fmt: skip
+            return False
+        for file in sorted(old, key=lambda file: file.used_at):
+            if excess <= 0:
+                break
+            if self._delete(file.path):
+                excess -= file.nbytes
+                self._used_bytes -= file.nbytes
+        return excess <= 0
+
+    def _mark_used(self, path: Path, now: float) -> None:
+        try:
+            os.utime(path, (now, now))
+        except OSError as error:  # of another user, or just deleted: it is read all the same, or asked for
+            log.debug("weight cache: %s keeps its old time (%s)", path, error.strerror or error)
+
+    def _delete(self, path: Path) -> bool:
+        try:
+            path.unlink(missing_ok=True)
+            return True
+        except OSError as error:
+            log.debug("weight cache: %s cannot be deleted (%s)", path, error.strerror or error)
+            return False
+
+    def _give_up(self, why: str) -> None:
+        self.trouble = why
+        log.warning("weight cache in %s: %s; weights that are not in it will be sent again next time", self.folder, why)
+
+
+class CacheWriter(threading.Thread):
+    """Writes tensors to a cache beside everything else. What finds the queue full is not cached: a slow disk holds
+    nothing up, and memory stays bounded."""
+
+    MOST_WAITING_BYTES = 64 << 20  # a single larger tensor may wait too
+
+    def __init__(self, cache: WeightCache):
+        super().__init__(name="cache writer", daemon=True)
+        self.cache = cache
+        self._skipped = 0
+        self._waiting: deque[tuple[str, memoryview, bytes]] = deque()
+        self._waiting_bytes = 0  # with those of the tensor that is being written
+        self._changed = threading.Condition()
+
+    def put(self, key: str, data: memoryview, digest: bytes) -> None:
+        """Has data, which must not change any more, written soon."""
+        with self._changed:
+            if self._waiting_bytes and self._waiting_bytes + data.nbytes > self.MOST_WAITING_BYTES:
+                self._skipped += 1
+                return
+            self._waiting.append((key, data, digest))
+            self._waiting_bytes += data.nbytes
+            self._changed.notify_all()
+
+    def take_skipped(self) -> int:
+        """How many tensors were not cached since the last call, because the queue was full."""
+        with self._changed:
+            skipped, self._skipped = self._skipped, 0
+            return skipped
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until everything is written."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting_bytes, timeout_s)
+
+    def run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                key, data, digest = self._waiting.popleft()
+            self.cache.write(key, data, digest)
+            with self._changed:
+                self._waiting_bytes -= data.nbytes
+                self._changed.notify_all()
+            del data  # the memory of a tensor; the next wait may be long
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Assignment: what the coordinator asks this node to hold, and the tensors on their way in
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -209,6 +446,32 @@ class Arrival:
     digest: object = field(default_factory=hashlib.sha256)
     received: int = 0
     chunks: int = 0
+
+
+@dataclass
+class Loading:
+    """How far the weights of an assignment are.
+
+    The worker makes it and starts its two sources, the network and the cache. The main thread alone changes `arrivals`
+    and `received_bytes` from then on, the cache reader `cached_bytes` and `damaged`; the rest is the worker's.
+    """
+
+    arrivals: dict[str, Arrival] = field(default_factory=dict)  # tensors that were asked for and are not complete
+    missing: dict[int, int] = field(default_factory=dict)  # layer -> its tensors that are still to come
+    load_bytes: int = 0  # what does not stand in memory already
+    received_bytes: int = 0
+    cached_bytes: int = 0
+    damaged: dict[str, Arrival] = field(default_factory=dict)  # what the cache could not give after all
+    open_sources: int = 0
+    began_at: float = field(default_factory=time.monotonic)
+
+
+LayerIdentity = tuple[qwen.Config, qwen.WeightFormat, tuple[str, ...]]
+
+
+def layer_index(tensor_name: str) -> int:
+    """model.layers.<i>.... -> i"""
+    return int(tensor_name.split(".")[2])
 
 
 class Assignment:
@@ -236,6 +499,8 @@ class Assignment:
                 + (f"; first difference: {different[0]}" if different else "")
             )
         self.tensors = {t.name: t for t in expected}
+        self.keys = {e["tensor_name"]: e["key"] for e in payload["manifest"]}
+        self.loading = Loading()
         self.total_bytes = sum(t.nbytes for t in expected)
         if (payload["tensor_count"], payload["total_weight_bytes"]) != (len(expected), self.total_bytes):
             raise ValueError("tensor_count or total_weight_bytes does not match the manifest")
@@ -244,6 +509,11 @@ class Assignment:
     def need_bytes(self) -> int:
         """Weights as stored; the caches come on top, as conversations grow."""
         return self.total_bytes
+
+    def layer_identity(self, i: int) -> LayerIdentity:
+        """Equal for layers that are the same in memory. (A process has one choice of kernels for config and format.)"""
+        keys = tuple(key for name, key in self.keys.items() if layer_index(name) == i)
+        return self.config, self.weights, self.second_copy, keys
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -254,6 +524,9 @@ class Assignment:
 class Worker(threading.Thread):
     """Runs jobs one after another. A job is a function of no arguments; the worker owns `stage` and the device.
 
+    `loaded` has the layers that are complete and packed. It outlives stages and connections, so that the next
+    assignment can take over those that it needs as they are.
+
     `busy_since` lets the reader say in a PONG for how long the present job has been running.
     """
 
@@ -263,6 +536,7 @@ class Worker(threading.Thread):
         self.jobs: queue.Queue = queue.Queue()
         self.busy_since: float | None = None
         self.stage: qwen.Stage | None = None
+        self.loaded: dict[int, tuple[LayerIdentity, qwen.DecoderLayer]] = {}
         self.kernel_choices: dict[tuple, object] = {}
 
     def run(self) -> None:
@@ -278,6 +552,35 @@ class Worker(threading.Thread):
     def busy_ms(self) -> int:
         since = self.busy_since
         return 0 if since is None else int((time.monotonic() - since) * 1000)
+
+    @property
+    def held_bytes(self) -> int:
+        """What the loaded layers take. Any thread may ask."""
+        return sum(layer.nbytes for _, layer in tuple(self.loaded.values()))
+
+    def keep_layers(self, assignment: Assignment) -> dict[int, qwen.DecoderLayer]:
+        """Frees the stage, its caches and every layer that an assignment does not need as it is; returns the others."""
+        self.loaded = {
+            i: (identity, layer)
+            for i, (identity, layer) in self.loaded.items()
+            if assignment.start <= i < assignment.end and identity == assignment.layer_identity(i)
+        }
+        self.leave_stage()
+        return {i: layer for i, (_, layer) in self.loaded.items()}
+
+    def leave_stage(self) -> None:
+        """Frees the stage's caches and what it has not loaded; loaded layers stay."""
+        self.stage = None
+        quant.release_freed_memory()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        elif self.device.type == "mps":
+            torch.mps.empty_cache()
+
+    def free_all(self) -> None:
+        """Frees the stage and all layers."""
+        self.loaded = {}
+        self.leave_stage()
 
     def kernel_choice(
         self, config: qwen.Config, weights: qwen.WeightFormat, neighbours: dict | None = None
@@ -366,15 +669,23 @@ class Session:
     `writer`. A frame of an older epoch is read and dropped; a newer one than assigned is a BadFrame.
     """
 
-    def __init__(self, connection: wire.Connection, worker: Worker, heartbeat_s: float, max_memory_bytes: int | None):
+    READ_AHEAD_LAYERS = 2  # from the cache, while the worker packs: more would only take memory
+
+    def __init__(
+        self,
+        connection: wire.Connection,
+        worker: Worker,
+        heartbeat_s: float,
+        max_memory_bytes: int | None,
+        cache_writer: CacheWriter | None = None,
+    ):
+        """cache_writer: None means no cache."""
         self.connection = connection
         self.worker = worker
         self.max_memory_bytes = max_memory_bytes
+        self.cache_writer = cache_writer
         self.writer = wire.Writer(connection, heartbeat_s)
         self.assignment: Assignment | None = None
-        self.arrivals: dict[str, Arrival] = {}
-        self.waiting_in_layer: dict[int, int] = {}  # layer -> tensors still to come
-        self.received_bytes = 0
         self.dropped_frames = 0
         self.waiting_passes = 0
         self.closed = threading.Event()
@@ -406,11 +717,11 @@ class Session:
             self.closed.set()
             self.writer.close()
             self.connection.close()
-            self.worker.jobs.put(self._drop_stage)
+            self.worker.jobs.put(self.worker.leave_stage)
 
     def submit(self, job: Callable[[], None]) -> None:
         """Has the worker run a job, unless the connection has ended by then. A bug in a job ends the connection, not the
-        worker: the node joins again with nothing loaded."""
+        worker: the node joins again."""
 
         def guarded():
             if self.closed.is_set():
@@ -460,7 +771,7 @@ class Session:
 
     def _place_chunk(self, payload: dict, nbytes: int) -> memoryview:
         name = payload["tensor_name"]
-        arrival = self.arrivals.get(name)
+        arrival = self.assignment.loading.arrivals.get(name)
         if arrival is None:
             raise self.bad(f"tensor {name!r} is not expected")
         total = arrival.buffer.nbytes
@@ -503,7 +814,6 @@ class Session:
         except ValueError as error:
             raise self.bad(f"ASSIGNMENT: {error}") from None
         self.assignment = assignment
-        self.arrivals, self.waiting_in_layer, self.received_bytes = {}, {}, 0
         log.info(
             "epoch %d: layers %d..%d of %s, %s",
             assignment.epoch, assignment.start, assignment.end - 1, assignment.model_id, gib(assignment.total_bytes),
@@ -511,11 +821,13 @@ class Session:
         self.submit(lambda: self._allocate(assignment))
 
     def _allocate(self, assignment: Assignment) -> None:
-        """(worker) Makes the empty stage, then asks for its weights."""
+        """(worker) Makes the stage, with what is left of the one before, and starts to load what it lacks."""
         if self._is_stale(assignment):
             return
-        self.worker.stage = None
+        kept = self.worker.keep_layers(assignment)
         have = free_memory_bytes(self.worker.device)
+        if have is not None:
+            have += sum(layer.nbytes for layer in kept.values())
         if self.max_memory_bytes is not None:
             have = self.max_memory_bytes if have is None else min(have, self.max_memory_bytes)
         if have is not None and assignment.need_bytes > have:
@@ -523,22 +835,77 @@ class Session:
             return
         try:
             self.worker.kernel_choice(assignment.config, assignment.weights)
-            stage = qwen.Stage(
+            self.worker.stage = qwen.Stage(
                 assignment.config, assignment.start, assignment.end, assignment.weights,
-                assignment.slots, assignment.max_context, self.worker.device,
+                assignment.slots, assignment.max_context, self.worker.device, kept,
             )  # fmt: skip
             arrivals = {
                 name: self._arrival(place)
-                for layer in stage.layers.values()
+                for layer in self.worker.stage.layers.values()
                 for name, place in layer.destinations.items()
             }
         except (RuntimeError, MemoryError) as error:
             self._load_failed(assignment, error, have)
             return
-        self.worker.stage = stage
-        self.waiting_in_layer = {i: len(layer.destinations) for i, layer in stage.layers.items()}
-        self.arrivals = arrivals
+        self._start_sources(assignment, arrivals)
+
+    def _start_sources(self, assignment: Assignment, arrivals: dict[str, Arrival]) -> None:
+        """(worker) Reads from the cache what is there, and asks for the rest."""
+        loading = assignment.loading
+        for name in arrivals:
+            loading.missing[layer_index(name)] = loading.missing.get(layer_index(name), 0) + 1
+        loading.load_bytes = sum(arrival.buffer.nbytes for arrival in arrivals.values())
+        sizes = {assignment.keys[name]: tensor.nbytes for name, tensor in assignment.tensors.items()}
+        held = self.cache_writer.cache.begin_load(sizes) if self.cache_writer else set()
+        cached = {name: arrival for name, arrival in arrivals.items() if assignment.keys[name] in held}
+        log.info(
+            "%d of %d tensors are still in memory, %d in the cache",
+            len(assignment.tensors) - len(arrivals), len(assignment.tensors), len(cached),
+        )  # fmt: skip
+        loading.open_sources = 1
+        if cached:
+            loading.open_sources = 2
+            threading.Thread(
+                target=self._read_cache, args=(assignment, cached), name="cache reader", daemon=True
+            ).start()
+        self._ask_for(assignment, {name: arrival for name, arrival in arrivals.items() if name not in cached})
+
+    def _ask_for(self, assignment: Assignment, arrivals: dict[str, Arrival]) -> None:
+        """(worker) Has the coordinator send tensors."""
+        assignment.loading.arrivals = arrivals
         self.writer.put("WEIGHTS_WANTED", {"names": list(arrivals)}, epoch=assignment.epoch)
+
+    def _read_cache(self, assignment: Assignment, cached: dict[str, Arrival]) -> None:
+        """(cache reader) Fills tensors from the cache and hands them to the worker, layer by layer."""
+        ahead = threading.Semaphore(self.READ_AHEAD_LAYERS)
+        layers: dict[int, dict[str, Arrival]] = {}
+        for name, arrival in cached.items():
+            layers.setdefault(layer_index(name), {})[name] = arrival
+        cached.clear()  # tensors that the worker has packed must not be held here
+
+        def hand_over(arrivals: dict[str, Arrival]) -> None:
+            self._tensors_arrived(assignment, arrivals)
+            ahead.release()
+
+        for i in list(layers):
+            while not ahead.acquire(timeout=0.2):
+                if self._is_abandoned(assignment):
+                    return
+            self.submit(functools.partial(hand_over, self._read_tensors(assignment, layers.pop(i))))
+        self.submit(lambda: self._source_ended(assignment))
+
+    def _read_tensors(self, assignment: Assignment, cached: dict[str, Arrival]) -> dict[str, Arrival]:
+        """(cache reader) Fills tensors from the cache; returns those that are whole, the others are noted as damaged."""
+        loading, whole = assignment.loading, {}
+        for name, arrival in cached.items():
+            if self._is_abandoned(assignment):
+                break
+            if self.cache_writer.cache.read(assignment.keys[name], arrival.buffer):
+                loading.cached_bytes += arrival.buffer.nbytes
+                whole[name] = arrival
+            else:
+                loading.damaged[name] = arrival
+        return whole
 
     def _arrival(self, place: torch.Tensor) -> Arrival:
         if place.device.type == "cpu":
@@ -549,56 +916,84 @@ class Session:
     def on_weight_chunk(self, frame: wire.Frame) -> None:
         payload = frame.payload
         name = payload["tensor_name"]
-        arrival = self.arrivals[name]  # place() has checked that it is there and that this chunk is the next one
+        assignment = self.assignment
+        loading = assignment.loading
+        arrival = loading.arrivals[name]  # place() has checked that it is there and that this chunk is the next one
         arrival.digest.update(frame.raw)
         arrival.chunks += 1
         arrival.received += frame.raw.nbytes
-        self.received_bytes += frame.raw.nbytes
+        loading.received_bytes += frame.raw.nbytes
         if arrival.chunks < payload["chunk_count"]:
             return
         if payload["sha256"] != arrival.digest.digest():
             raise self.bad(f"tensor {name!r} arrived damaged: its SHA-256 differs")
-        del self.arrivals[name]
-        assignment = self.assignment
-        self.submit(lambda: self._tensor_arrived(assignment, name, arrival))
+        del loading.arrivals[name]
+        if self.cache_writer:
+            self.cache_writer.put(assignment.keys[name], arrival.buffer, payload["sha256"])
+        self.submit(lambda: self._tensors_arrived(assignment, {name: arrival}))
 
-    def _tensor_arrived(self, assignment: Assignment, name: str, arrival: Arrival) -> None:
-        """(worker) Moves a staged tensor to the device; packs a layer as soon as it is complete."""
-        if self._is_stale(assignment) or self.worker.stage is None:  # None: loading has failed, which was reported
+    def _tensors_arrived(self, assignment: Assignment, arrivals: dict[str, Arrival]) -> None:
+        """(worker) Moves staged tensors to the device; packs a layer as soon as it is complete."""
+        stage, loading = self.worker.stage, assignment.loading
+        if self._is_stale(assignment) or stage is None:  # None: loading has failed, which was reported
             return
-        layer_index = int(name.split(".")[2])  # model.layers.<i>....
-        layer = self.worker.stage.layers[layer_index]
         try:
-            if arrival.staging is not None:
-                layer.destinations[name].copy_(arrival.staging)
-            self.waiting_in_layer[layer_index] -= 1
-            if self.waiting_in_layer[layer_index] == 0:
-                choice, with_copy = self.worker.kernel_choice(assignment.config, assignment.weights)
-                layer.prepare(with_copy if with_copy and assignment.second_copy else choice)
+            for name, arrival in arrivals.items():
+                i = layer_index(name)
+                layer = stage.layers[i]
+                if arrival.staging is not None:
+                    layer.destinations[name].copy_(arrival.staging)
+                loading.missing[i] -= 1
+                if loading.missing[i] == 0:
+                    choice, with_copy = self.worker.kernel_choice(assignment.config, assignment.weights)
+                    layer.prepare(with_copy if with_copy and assignment.second_copy else choice)
+                    self.worker.loaded[i] = assignment.layer_identity(i), layer
         except (RuntimeError, MemoryError) as error:
             self._load_failed(assignment, error, free_memory_bytes(self.worker.device))
 
     def on_weights_complete(self, frame: wire.Frame) -> None:
-        if self.arrivals:
-            raise self.bad(f"WEIGHTS_COMPLETE, but {len(self.arrivals)} tensors have not arrived")
         assignment = self.assignment
-        received = self.received_bytes
+        if assignment is None:
+            raise self.bad("WEIGHTS_COMPLETE before any ASSIGNMENT")
+        if assignment.loading.arrivals:
+            raise self.bad(f"WEIGHTS_COMPLETE, but {len(assignment.loading.arrivals)} tensors have not arrived")
+        self.submit(lambda: self._source_ended(assignment))
 
-        def report():
-            stage = self.worker.stage
-            if self._is_stale(assignment) or stage is None:
-                return
-            quant.release_freed_memory()  # what packing left behind
-            log.info("epoch %d: loaded, %s in memory", assignment.epoch, gib(stage.weight_nbytes))
-            sizes = {
-                "weight_bytes": assignment.total_bytes,
-                "packed_bytes": stage.weight_nbytes,
-                "cached_bytes": 0,
-                "received_bytes": received,
-            }
-            self.writer.put("LOAD_COMPLETE", sizes, epoch=assignment.epoch)
+    def _source_ended(self, assignment: Assignment) -> None:
+        """(worker) The network or the cache has given what it has; when both have, the stage is loaded, or what was
+        damaged in the cache is asked for."""
+        stage, loading = self.worker.stage, assignment.loading
+        if self._is_stale(assignment) or stage is None:
+            return
+        loading.open_sources -= 1
+        if loading.open_sources:
+            return
+        if loading.damaged:
+            damaged, loading.damaged = loading.damaged, {}
+            loading.open_sources = 1
+            self._ask_for(assignment, damaged)
+            return
+        self._report_loaded(assignment, stage)
 
-        self.submit(report)
+    def _report_loaded(self, assignment: Assignment, stage: qwen.Stage) -> None:
+        """(worker) Answers LOAD_COMPLETE."""
+        quant.release_freed_memory()  # what packing left behind
+        loading = assignment.loading
+        kept_bytes = assignment.total_bytes - loading.load_bytes
+        log.info(
+            "epoch %d: loaded, %s in memory; kept %.1f MB, from the cache %.1f MB, over the network %.1f MB; %.1f s",
+            assignment.epoch, gib(stage.weight_nbytes), kept_bytes / 1e6, loading.cached_bytes / 1e6,
+            loading.received_bytes / 1e6, time.monotonic() - loading.began_at,
+        )  # fmt: skip
+        if self.cache_writer and self.cache_writer.take_skipped():
+            log.info("the disk was too slow to cache everything that arrived; the rest will be sent again next time")
+        sizes = {
+            "weight_bytes": assignment.total_bytes,
+            "packed_bytes": stage.weight_nbytes,
+            "cached_bytes": loading.cached_bytes,
+            "received_bytes": loading.received_bytes,
+        }
+        self.writer.put("LOAD_COMPLETE", sizes, epoch=assignment.epoch)
 
     def on_run(self, frame: wire.Frame) -> None:
         assignment, payload = self.assignment, frame.payload
@@ -669,6 +1064,9 @@ class Session:
 
         self.submit(apply)
 
+    def _is_abandoned(self, assignment: Assignment) -> bool:
+        return self.closed.is_set() or self._is_stale(assignment)
+
     # -- (worker) ends -------------------------------------------------------------------------------------------------
 
     def _is_stale(self, assignment: Assignment | None) -> bool:
@@ -686,16 +1084,10 @@ class Session:
         else:
             reason = f"{type(error).__name__}: {error}"
         log.error("%s", reason)
-        self.worker.stage = None
+        assignment.loading.open_sources = 0
+        self.worker.free_all()
         payload = {"reason": reason[:1000], "need_bytes": need, "have_bytes": have}
         self.writer.put("LOAD_FAILED", payload, epoch=assignment.epoch)
-
-    def _drop_stage(self) -> None:
-        self.worker.stage = None
-        if self.worker.device.type == "cuda":
-            torch.cuda.empty_cache()
-        elif self.worker.device.type == "mps":
-            torch.mps.empty_cache()
 
 
 class ProgressLine:
@@ -711,17 +1103,18 @@ class ProgressLine:
             time.sleep(1.0)
             session = self.session
             assignment = session.assignment if session else None
-            if assignment is None or not session.arrivals:
+            if assignment is None or not assignment.loading.open_sources:
                 last = (None, 0)
                 continue
-            received = session.received_bytes
-            rate = received - last[1] if last[0] is assignment else received
-            last = (assignment, received)
-            left = (assignment.total_bytes - received) / rate if rate else float("inf")
+            loading = assignment.loading
+            done = loading.received_bytes + loading.cached_bytes
+            rate = done - last[1] if last[0] is assignment else done
+            last = (assignment, done)
+            left = (loading.load_bytes - done) / rate if rate else float("inf")
             log.info(
                 "loading layers %d..%d: %3.0f %%  %.1f of %.1f MB  %.1f MB/s  %.0f s left",
-                assignment.start, assignment.end - 1, 100 * received / assignment.total_bytes,
-                received / 1e6, assignment.total_bytes / 1e6, rate / 1e6, left,
+                assignment.start, assignment.end - 1, 100 * done / max(1, loading.load_bytes),
+                done / 1e6, loading.load_bytes / 1e6, rate / 1e6, left,
             )  # fmt: skip
 
 
@@ -749,6 +1142,11 @@ def connect_hint(error: OSError) -> str:
     return CONNECT_HINTS.get(name, error.strerror or str(error))
 
 
+def weight_cache(work_dir: str, cache_gb: float, key: bytes | None = None) -> WeightCache:
+    """The cache under --work-dir; key is what the token makes (wire.token_key)."""
+    return WeightCache(Path(work_dir).expanduser() / "weights", int(cache_gb * GIB), key or b"")
+
+
 class Node:
     """The node's life: connect, serve, and start again when the connection ends."""
 
@@ -770,11 +1168,18 @@ class Node:
         self.max_memory_bytes = None if args.max_memory_gb is None else int(args.max_memory_gb * GIB)
         self.key = wire.token_key(args.token) if args.token else None
         self.worker = Worker(self.device)
+        self.cache_writer = None
+        if args.cache_gb:
+            self.cache_writer = CacheWriter(weight_cache(args.work_dir, args.cache_gb, self.key))
         self.joined_at: float | None = None
         self.progress = ProgressLine()
 
     def hello(self) -> dict:
         """The payload of HELLO, without the nonce and version that the handshake adds."""
+        devices, held = describe_devices(), self.worker.held_bytes
+        for device in devices:
+            if device["id"] == str(self.device) and device["free_memory"] is not None:
+                device["free_memory"] += held  # the next plan may have it, for these layers or for others
         return {
             "node_id": self.node_id,
             "instance": self.instance,
@@ -782,17 +1187,21 @@ class Node:
             "python_version": platform.python_version(),
             "torch_version": str(torch.__version__),
             "platform": platform.platform(),
-            "devices": describe_devices(),
+            "devices": devices,
             "selected_device": str(self.device),
             "max_memory_bytes": self.max_memory_bytes,
+            "held_memory_bytes": held,
         }
 
     def run(self) -> int:
         """Serves for ever; returns an exit code only when the coordinator refuses this node for good."""
         self.worker.start()
+        if self.cache_writer:
+            self.cache_writer.start()
         place = f"{self.host} port {self.port}"
         log.info("node %s on %s, looking for the coordinator at %s", self.node_id, self.device, place)
         delay, reported, reported_at = FIRST_RETRY_S, "", 0.0
+        left_at = time.monotonic()
         while True:
             try:
                 self.serve_once()
@@ -806,8 +1215,12 @@ class Node:
             except OSError as error:
                 what = f"cannot reach {self.host} port {self.port}: {connect_hint(error)}"
             now = time.monotonic()
-            if self.joined_at is not None and now - self.joined_at > LONGEST_RETRY_S:
-                delay = FIRST_RETRY_S  # it worked for a while, so this is a new trouble
+            if self.joined_at is not None:
+                left_at = now
+                if now - self.joined_at > LONGEST_RETRY_S:
+                    delay = FIRST_RETRY_S  # it worked for a while, so this is a new trouble
+            elif now - left_at > KEEP_LAYERS_S and self.worker.loaded:
+                self.worker.jobs.put(self.worker.free_all)
             if what != reported or now - reported_at > REMIND_S:
                 log.warning("%s; trying again until it works", what)
                 reported, reported_at = what, now
@@ -826,7 +1239,7 @@ class Node:
             raise
         self.joined_at = time.monotonic()
         log.info("joined the cluster at %s port %d as %s", self.host, self.port, self.node_id)
-        session = Session(connection, self.worker, ack["heartbeat_s"], self.max_memory_bytes)
+        session = Session(connection, self.worker, ack["heartbeat_s"], self.max_memory_bytes, self.cache_writer)
         self.progress.session = session
         session.serve()
 
@@ -862,13 +1275,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="A TrueCluster node: connects to a coordinator and computes the layers it is given."
     )
-    parser.add_argument("--host", "--cluster-host", required=True, help="the coordinator's name or address")
+    parser.add_argument("--host", "--cluster-host", help="the coordinator's name or address")
     parser.add_argument("--port", "--cluster-port", type=int, default=7001, help="the coordinator's --node-port (7001)")
     parser.add_argument("--device", default="auto", help="auto, cuda, cuda:0, mps or cpu (auto: the fastest here)")
     parser.add_argument("--node-id", help="default: the host name and a number")
     parser.add_argument(
-        "--work-dir", default="~/.cache/truecluster", help="where its lock file goes (~/.cache/truecluster)"
+        "--work-dir", default="~/.cache/truecluster", help="its lock file and cached weights (~/.cache/truecluster)"
     )
+    parser.add_argument(
+        "--cache-gb", type=float, default=20.0, help="cache so many GiB of weights on disk (20; 0: none)"
+    )
+    parser.add_argument("--forget", action="store_true", help="delete the weights cached under --work-dir, and end")
     parser.add_argument("--max-memory-gb", type=float, help="use at most so many GiB (default: what is free)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     parser.add_argument("--token", help="the cluster's secret; better in TRUECLUSTER_TOKEN or --token-file")
@@ -876,16 +1293,33 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)  # set by --local-nodes
     args = parser.parse_args(argv)
+    if args.host is None and not args.forget:
+        parser.error("--host is required: the coordinator's name or address")
     if not 0 < args.port < 65536:
         raise UsageError(f"--port {args.port}: a port is between 1 and 65535")
     if args.threads is not None and args.threads < 1:
         raise UsageError(f"--threads {args.threads}: at least 1")
     if args.max_memory_gb is not None and not 0 < args.max_memory_gb < float("inf"):
         raise UsageError(f"--max-memory-gb {args.max_memory_gb}: must be above 0")
+    if not 0 <= args.cache_gb < float("inf"):
+        raise UsageError(f"--cache-gb {args.cache_gb}: 0 (no cache) or more")
     if args.node_id is not None and not (0 < len(args.node_id) <= 128 and args.node_id.isprintable()):
         raise UsageError("--node-id: 1 to 128 printable characters")
     args.token = read_token(args.token, args.token_file)
     return args
+
+
+def forget(work_dir: str) -> int:
+    """node.py --forget: deletes the cached weights; returns the exit code."""
+    cache = weight_cache(work_dir, 0)
+    try:
+        files, nbytes, left = cache.forget()
+    except OSError as error:
+        raise UsageError(f"{cache.folder} cannot be read ({error.strerror})") from None
+    print(f"{files} cached tensors deleted from {cache.folder}, {nbytes / 1e6:.1f} MB freed")
+    if left:
+        raise UsageError(f"{left} files in {cache.folder} could not be deleted: in use, or of another user")
+    return EXIT_OK
 
 
 def end_with_stdin() -> None:
@@ -906,6 +1340,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = parse_args(argv)
         log.setLevel(args.log_level.upper())
+        if args.forget:
+            return forget(args.work_dir)
         if args.threads:
             torch.set_num_threads(args.threads)
         if args.end_with_stdin:

@@ -563,12 +563,24 @@ class DecoderLayer:
 class Stage:
     """Decoder layers [start, end) of one model and their caches for `slots` conversations."""
 
-    def __init__(self, config, start, end, weights: WeightFormat, slots: int, max_context: int, device):
+    def __init__(
+        self,
+        config: Config,
+        start: int,
+        end: int,
+        weights: WeightFormat,
+        slots: int,
+        max_context: int,
+        device,
+        kept: dict[int, DecoderLayer] | None = None,
+    ):
+        """Layers in `kept` are taken over as they are; the others are made empty."""
         if not 0 <= start < end <= config.num_hidden_layers:
             raise UnsupportedModel(f"layers [{start}, {end}) of a model with {config.num_hidden_layers} layers")
         self.config, self.start, self.end = config, start, end
         self.device = torch.device(device)
-        self.layers = {i: DecoderLayer(config, i, weights, self.device) for i in range(start, end)}
+        kept = kept or {}
+        self.layers = {i: kept.get(i) or DecoderLayer(config, i, weights, self.device) for i in range(start, end)}
         self.rope = Rope(config, self.device)
         self._caches = [[layer.new_cache(max_context) for layer in self.layers.values()] for _ in range(slots)]
 

@@ -349,6 +349,7 @@ _HELLO = {
     "devices": list_of(record(_DEVICE), 1, 64),
     "selected_device": text(64),
     "max_memory_bytes": optional(_NBYTES),
+    "held_memory_bytes": _NBYTES,  # what of the device's free_memory its layers of an earlier plan still hold
     "nonce": octets(32),
 }
 

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import urllib.error
 import urllib.request
@@ -101,7 +102,9 @@ class Cluster:
     ):
         self.env = environment(threads)
         self.node_flags = list(node_flags)
-        self.work_dir = work_dir
+        # of its own: nothing that another cluster left there is found, and nothing stays
+        self._folder = None if work_dir else tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self.work_dir = work_dir or Path(self._folder.name)
         command = [sys.executable, str(ROOT / "coordinator.py"), "--model", str(model)]
         command += ["--node-host", "127.0.0.1", "--api-host", "127.0.0.1", "--node-port", "0", "--api-port", "0"]
         if nodes:
@@ -130,8 +133,7 @@ class Cluster:
         """Starts one more node."""
         command = [sys.executable, str(ROOT / "node.py"), "--host", "127.0.0.1", "--port", str(port or self.node_port)]
         command += ["--device", "cpu", *self.node_flags, *flags]
-        if self.work_dir is not None:
-            command += ["--work-dir", str(self.work_dir)]
+        command += ["--work-dir", str(self.work_dir)]
         node = Program(command, env=self.env)
         self.nodes.append(node)
         return node
@@ -150,6 +152,8 @@ class Cluster:
                 program.wait(timeout=15)
             except subprocess.TimeoutExpired:
                 program.kill()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     @property
     def url(self) -> str:

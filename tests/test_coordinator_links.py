@@ -50,6 +50,7 @@ class Running:
         hello = {
             "node_id": node_id, "instance": instance, "hostname": node_id, "python_version": "3", "torch_version": "2",
             "platform": "test", "devices": DEVICES, "selected_device": "cpu", "max_memory_bytes": None,
+            "held_memory_bytes": 0,
         }  # fmt: skip
         try:
             wire.node_handshake(link, hello, None)

@@ -413,11 +413,12 @@ def test_advice_is_given_only_where_it_matters():
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def node(node_id, free=10_000, limit=None, host="h", device="cpu", measured=True, rtt_ms=0.0):
+def node(node_id, free=10_000, limit=None, host="h", device="cpu", measured=True, rtt_ms=0.0, held=0):
     hello = {
         "selected_device": device,
         "hostname": host,
         "max_memory_bytes": limit,
+        "held_memory_bytes": held,
         "devices": [{"id": "other", "free_memory": 1}, {"id": device, "free_memory": free}],
     }
     record = NodeRecord(node_id, hello, "10.0.0.1", SimpleNamespace(rtt_ms=rtt_ms))

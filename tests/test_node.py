@@ -26,11 +26,16 @@ FP32 = qwen.WeightFormat("fp16", 64, "fp32")
 PEER = "coordinator under test"
 
 
-def assignment(start: int, end: int, **changes) -> dict:
-    """A valid ASSIGNMENT for layers [start, end) of CONFIG in fp32."""
+def key(name: str, seed: int) -> str:
+    """The key of one tensor of random_weights(..., seed)."""
+    return hashlib.sha256(f"{name} {seed}".encode()).hexdigest()
+
+
+def assignment(start: int, end: int, seed: int = 0, **changes) -> dict:
+    """A valid ASSIGNMENT for layers [start, end) of CONFIG in fp32, with the weights random_weights(..., seed)."""
     tensors = qwen.stored_tensors(CONFIG, start, end, FP32)
     manifest = [
-        {"tensor_name": t.name, "dtype": t.dtype, "shape": list(t.shape), "nbytes": t.nbytes, "key": "0" * 64}
+        {"tensor_name": t.name, "dtype": t.dtype, "shape": list(t.shape), "nbytes": t.nbytes, "key": key(t.name, seed)}
         for t in tensors
     ]
     payload = {
@@ -44,10 +49,12 @@ def assignment(start: int, end: int, **changes) -> dict:
 
 
 def random_weights(start: int, end: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        t.name: torch.randn(t.shape, generator=generator) * 0.3 for t in qwen.stored_tensors(CONFIG, start, end, FP32)
-    }
+    """{name: values} of layers [start, end); a tensor's values depend on its name and the seed alone."""
+    weights = {}
+    for t in qwen.stored_tensors(CONFIG, start, end, FP32):
+        generator = torch.Generator().manual_seed(int(key(t.name, seed)[:8], 16))
+        weights[t.name] = torch.randn(t.shape, generator=generator) * 0.3
+    return weights
 
 
 def reference_stage(start: int, end: int, weights: dict[str, torch.Tensor]) -> qwen.Stage:
@@ -64,15 +71,16 @@ def reference_stage(start: int, end: int, weights: dict[str, torch.Tensor]) -> q
 class ScriptedCoordinator:
     """The coordinator's end of a connection whose other end is a node.Session."""
 
-    def __init__(self, max_memory_bytes=None):
+    def __init__(self, max_memory_bytes=None, cache_writer=None, worker=None):
         ours, theirs = socket.socketpair()
         self.link = wire.Connection(ours, "node under test", "coordinator")
         node_side = wire.Connection(theirs, PEER, "node")
         self.link.accepted()
         node_side.accepted()
-        self.worker = node.Worker(torch.device("cpu"))
-        self.worker.start()
-        self.session = node.Session(node_side, self.worker, 60.0, max_memory_bytes)
+        self.worker = worker or node.Worker(torch.device("cpu"))
+        if worker is None:
+            self.worker.start()
+        self.session = node.Session(node_side, self.worker, 60.0, max_memory_bytes, cache_writer)
         self.ended: queue.Queue = queue.Queue()
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -107,11 +115,15 @@ class ScriptedCoordinator:
 
     def load(self, epoch: int = 1, start: int = 0, end: int = 2, seed: int = 0) -> wire.Frame:
         weights = random_weights(start, end, seed)
-        for name in self.assign(epoch, start, end):
-            self.send_tensor(name, wire.tensor_buffer(weights[name]), epoch)
-        total = sum(t.nbytes for t in weights.values())
-        self.link.send("WEIGHTS_COMPLETE", {"tensor_count": len(weights), "total_weight_bytes": total}, epoch=epoch)
+        self.send_all(self.assign(epoch, start, end, seed=seed), weights, epoch)
         return self.receive("LOAD_COMPLETE")
+
+    def send_all(self, names: list[str], weights: dict[str, torch.Tensor], epoch: int = 1) -> None:
+        """What the coordinator does when a node wants `names`."""
+        for name in names:
+            self.send_tensor(name, wire.tensor_buffer(weights[name]), epoch)
+        total = sum(weights[name].nbytes for name in names)
+        self.link.send("WEIGHTS_COMPLETE", {"tensor_count": len(names), "total_weight_bytes": total}, epoch=epoch)
 
     def run(self, hidden_states, slots, positions, keep, epoch=1, request_id=7, kind="RUN_PREFILL", **changes) -> None:
         rows, size = hidden_states.shape

@@ -36,6 +36,7 @@ HELLO = {
     ],
     "selected_device": "cuda:0",
     "max_memory_bytes": None,
+    "held_memory_bytes": 0,
 }
 
 
