@@ -71,6 +71,10 @@ NO_PASS = 0  # request_id of an INFERENCE_ERROR that concerns no pass; passes co
 GIB = 1 << 30
 
 
+def gib(count: int | None) -> str:
+    return "unknown" if count is None else f"{count / GIB:.2f} GiB"
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What this machine is
 # ----------------------------------------------------------------------------------------------------------------------
@@ -466,7 +470,7 @@ class Loading:
     began_at: float = field(default_factory=time.monotonic)
 
 
-LayerIdentity = tuple[qwen.Config, qwen.WeightFormat, tuple[str, ...]]
+LayerIdentity = tuple[qwen.Config, qwen.WeightFormat, bool, tuple[str, ...]]
 
 
 def layer_index(tensor_name: str) -> int:
@@ -651,10 +655,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
     )
-
-
-def gib(count: int | None) -> str:
-    return "unknown" if count is None else f"{count / GIB:.2f} GiB"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -862,13 +862,14 @@ class Session:
             "%d of %d tensors are still in memory, %d in the cache",
             len(assignment.tensors) - len(arrivals), len(assignment.tensors), len(cached),
         )  # fmt: skip
-        loading.open_sources = 1
+        absent = {name: arrival for name, arrival in arrivals.items() if name not in cached}
+        loading.open_sources = 2 if cached else 1
+        self._ask_for(assignment, absent)
         if cached:
-            loading.open_sources = 2
-            threading.Thread(
+            reader = threading.Thread(
                 target=self._read_cache, args=(assignment, cached), name="cache reader", daemon=True
-            ).start()
-        self._ask_for(assignment, {name: arrival for name, arrival in arrivals.items() if name not in cached})
+            )
+            reader.start()
 
     def _ask_for(self, assignment: Assignment, arrivals: dict[str, Arrival]) -> None:
         """(worker) Has the coordinator send tensors."""

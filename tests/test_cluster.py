@@ -19,6 +19,7 @@ from cluster import ROOT, TINY_CHAT, Cluster, Program, environment
 from slow_node import SLOW_MS
 
 import coordinator
+import qwen
 
 
 def train_script():
@@ -342,9 +343,16 @@ def test_before_readiness_requests_get_503_with_the_counts():
         assert cluster.chat_text("What is 12 + 30?") == "42"
 
 
-def test_nodes_come_back_to_a_restarted_coordinator_by_themselves(tmp_path):
+def weight_bytes_sent(cluster: Cluster) -> int:
+    """What the last loads of the present nodes took over the network, as the nodes report it."""
+    loads = [[line for line in node.lines if ": loaded, " in line] for node in cluster.nodes]
+    return sum(int(1e6 * float(re.search(r"over the network ([\d.]+) MB", lines[-1])[1])) for lines in loads if lines)
+
+
+def test_nodes_come_back_to_a_restarted_coordinator_and_no_weights_are_sent_again(tmp_path):
     with Cluster(nodes=2, work_dir=tmp_path) as cluster:
         assert cluster.chat_text("What is 12 + 30?") == "42"
+        assert weight_bytes_sent(cluster) > 0
         cluster.coordinator.kill()
         again = ["--node-host", "127.0.0.1", "--api-host", "127.0.0.1", "--api-port", "0", "--max-nodes", "2"]
         command = [sys.executable, str(ROOT / "coordinator.py"), "--node-port", str(cluster.node_port), *again]
@@ -353,6 +361,24 @@ def test_nodes_come_back_to_a_restarted_coordinator_by_themselves(tmp_path):
         cluster.wait_ready()
         assert cluster.chat_text("What is 12 + 30?") == "42"
         assert all(node.process.poll() is None for node in cluster.nodes)
+        assert weight_bytes_sent(cluster) == 0  # their layers have stayed in memory
+        assert all(node["bytes_sent"] < 100_000 for node in cluster.status()["nodes"])
+
+        checkpoint = coordinator.Checkpoint(TINY_CHAT)
+        weights = qwen.WeightFormat("fp16", 64, "fp16")
+        stored = qwen.stored_tensors(checkpoint.config, 0, checkpoint.config.num_hidden_layers, weights)
+        files = len({checkpoint.key(tensor, weights) for tensor in stored})
+        wait_until(lambda: len(list(tmp_path.glob("weights/*.weight"))) == files)
+        for node in cluster.nodes:
+            node.kill()
+        cluster.nodes.clear()
+        seen = len(cluster.coordinator.lines)
+        for _ in range(2):
+            cluster.add_node()
+        cluster.wait_ready(after=seen)
+        assert cluster.chat_text("What is 12 + 30?") == "42"
+        assert weight_bytes_sent(cluster) == 0  # read from their cache
+        assert all(node["bytes_sent"] < 100_000 for node in cluster.status()["nodes"])
 
 
 def test_the_coordinator_survives_its_nodes_and_a_running_answer_goes_on(tmp_path):
@@ -375,6 +401,8 @@ def test_a_plan_that_shrank_grows_again_when_the_node_is_back(tmp_path):
         seen = len(cluster.coordinator.lines)
         cluster.wait_ready(after=seen)  # after the grace, on the node that is left
         assert len(cluster.status()["plan"]) == 1 and cluster.chat_text("What is 12 + 30?") == "42"
+        kept = cluster.nodes[1].wait_for(r"epoch 2: loaded.*; kept ([\d.]+) MB, .* over the network ([\d.]+) MB")
+        assert float(kept[1]) > 0 and float(kept[2]) < 2 * float(kept[1])  # not all of it was sent again
         seen = len(cluster.coordinator.lines)
         cluster.add_node()
         cluster.wait_ready(after=seen)

@@ -28,6 +28,7 @@ from coordinator import (
     plan_table,
     plans_in_words,
     possible_plans,
+    share_memory,
 )
 
 
@@ -425,6 +426,14 @@ def node(node_id, free=10_000, limit=None, host="h", device="cpu", measured=True
     if measured:
         record.measured = {"layer_ms": {"1": 1.0, "8": 2.0}, "kernels": {"with_copy": None}}
     return record
+
+
+def test_nodes_that_hold_layers_of_an_earlier_plan_share_what_they_shared_before():
+    shares = share_memory([node("a", free=4_400, held=3_600), node("b", free=4_400, held=3_600)])
+    assert shares == {"a": 4_000, "b": 4_000}  # 800 that nobody uses and twice 3,600
+    # b joined when nothing was loaded; a came back with 3,600 of the 8,000, when both had loaded
+    shares = share_memory([node("a", free=4_400, held=3_600), node("b", free=8_000)])
+    assert shares == {"a": 4_000, "b": 4_000}
 
 
 def cluster_of(*nodes, layers=4, required=None, minimum=None, default_memory=None, cost="even"):
