@@ -2715,7 +2715,7 @@ class Checkpoint:
 
     def hash_tensors(self) -> None:
         """Hashes all tensors now, several at a time, so that no node waits for the keys of its layers."""
-        with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
             list(pool.map(self._digest, self._file_of))
 
     def calibrate(self, token_ids: list[int]) -> None:

@@ -466,9 +466,11 @@ class Loading:
     received_bytes: int = 0
     cached_bytes: int = 0
     damaged: dict[str, Arrival] = field(default_factory=dict)  # what the cache could not give after all
-    open_sources: int = 0
+    open_sources: set[str] = field(default_factory=set)  # NETWORK and CACHE, until they have given what they have
     began_at: float = field(default_factory=time.monotonic)
 
+
+NETWORK, CACHE = "network", "cache"
 
 LayerIdentity = tuple[qwen.Config, qwen.WeightFormat, bool, tuple[str, ...]]
 
@@ -863,7 +865,7 @@ class Session:
             len(assignment.tensors) - len(arrivals), len(assignment.tensors), len(cached),
         )  # fmt: skip
         absent = {name: arrival for name, arrival in arrivals.items() if name not in cached}
-        loading.open_sources = 2 if cached else 1
+        loading.open_sources = {NETWORK, CACHE} if cached else {NETWORK}
         self._ask_for(assignment, absent)
         if cached:
             reader = threading.Thread(
@@ -893,7 +895,7 @@ class Session:
                 if self._is_abandoned(assignment):
                     return
             self.submit(functools.partial(hand_over, self._read_tensors(assignment, layers.pop(i))))
-        self.submit(lambda: self._source_ended(assignment))
+        self.submit(lambda: self._source_ended(assignment, CACHE))
 
     def _read_tensors(self, assignment: Assignment, cached: dict[str, Arrival]) -> dict[str, Arrival]:
         """(cache reader) Fills tensors from the cache; returns those that are whole, the others are noted as damaged."""
@@ -958,20 +960,20 @@ class Session:
             raise self.bad("WEIGHTS_COMPLETE before any ASSIGNMENT")
         if assignment.loading.arrivals:
             raise self.bad(f"WEIGHTS_COMPLETE, but {len(assignment.loading.arrivals)} tensors have not arrived")
-        self.submit(lambda: self._source_ended(assignment))
+        self.submit(lambda: self._source_ended(assignment, NETWORK))
 
-    def _source_ended(self, assignment: Assignment) -> None:
+    def _source_ended(self, assignment: Assignment, source: str) -> None:
         """(worker) The network or the cache has given what it has; when both have, the stage is loaded, or what was
         damaged in the cache is asked for."""
         stage, loading = self.worker.stage, assignment.loading
-        if self._is_stale(assignment) or stage is None:
+        if self._is_stale(assignment) or stage is None or source not in loading.open_sources:
             return
-        loading.open_sources -= 1
+        loading.open_sources.remove(source)
         if loading.open_sources:
             return
         if loading.damaged:
             damaged, loading.damaged = loading.damaged, {}
-            loading.open_sources = 1
+            loading.open_sources = {NETWORK}
             self._ask_for(assignment, damaged)
             return
         self._report_loaded(assignment, stage)
@@ -1085,7 +1087,7 @@ class Session:
         else:
             reason = f"{type(error).__name__}: {error}"
         log.error("%s", reason)
-        assignment.loading.open_sources = 0
+        assignment.loading.open_sources = set()
         self.worker.free_all()
         payload = {"reason": reason[:1000], "need_bytes": need, "have_bytes": have}
         self.writer.put("LOAD_FAILED", payload, epoch=assignment.epoch)
@@ -1199,6 +1201,8 @@ class Node:
         self.worker.start()
         if self.cache_writer:
             self.cache_writer.start()
+            cache = self.cache_writer.cache
+            log.info("weights are cached in %s, at most %s (--cache-gb)", cache.folder, gib(cache.limit_bytes))
         place = f"{self.host} port {self.port}"
         log.info("node %s on %s, looking for the coordinator at %s", self.node_id, self.device, place)
         delay, reported, reported_at = FIRST_RETRY_S, "", 0.0

@@ -604,6 +604,24 @@ def test_a_source_is_hashed_once(folder, monkeypatch):
     assert (len(keys), reads) == (3, ["model.layers.0.mlp.up_proj.weight"])
 
 
+def test_keys_cover_the_calibration_and_do_not_wait_for_it(folder, monkeypatch):
+    """A warm start of int4 asks for keys and converts nothing: it must not run the model."""
+    plain, checkpoint = keys_of(folder, INT4), Checkpoint(folder)
+    runs = []
+    measure = checkpoint._measure_importance
+    monkeypatch.setattr(checkpoint, "_measure_importance", lambda ids: runs.append(ids) or measure(ids))
+    checkpoint.hash_tensors()
+    checkpoint.calibrate([1, 2, 3])
+    entries = qwen.stored_tensors(checkpoint.config, 0, 2, INT4)
+    linears = [entry for entry in entries if entry.suffix]
+    keys = {entry.name: checkpoint.key(entry, INT4) for entry in linears}
+    assert runs == [] and not set(keys.values()) & set(plain.values())
+    parts = {entry.name: part.clone() for entry, part in checkpoint.stored_parts(linears, INT4)}
+    assert runs == [[1, 2, 3]] and keys == {entry.name: checkpoint.key(entry, INT4) for entry in linears}
+    uncalibrated = {entry.name: part for entry, part in Checkpoint(folder).stored_parts(linears, INT4)}
+    assert any(not torch.equal(parts[name], uncalibrated[name]) for name in parts)  # it was there for the first tensor
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What the coordinator keeps
 # ----------------------------------------------------------------------------------------------------------------------
