@@ -383,3 +383,33 @@ def test_layers_stay_for_the_next_connection_with_empty_caches(sessions):
     again.run(hidden(1), [0], [3], keep=1)
     assert again.receive("INFERENCE_ERROR").payload["code"] == "invalid_pass"
     assert_computes(again, 0, 2, epoch=1)
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A node with one layer in memory and no coordinator."""
+    args = node.parse_args(["--host", "127.0.0.1", "--device", "cpu", "--work-dir", str(tmp_path), "--cache-gb", "0"])
+    alone = node.Node(args)
+    alone.worker.loaded = {0: (None, SimpleNamespace(nbytes=1 << 50))}
+    yield alone
+    alone.id_lock.close()
+
+
+def test_what_a_node_holds_counts_as_free_for_the_next_plan(alone):
+    hello = alone.hello()
+    assert hello["held_memory_bytes"] == 1 << 50
+    assert [device["free_memory"] > 1 << 50 for device in hello["devices"] if device["id"] == "cpu"] == [True]
+
+
+def test_a_node_without_a_coordinator_frees_its_layers_in_the_end(alone, monkeypatch):
+    monkeypatch.setattr(node, "KEEP_LAYERS_S", 0.05)
+    monkeypatch.setattr(node, "FIRST_RETRY_S", 0.01)
+    tries = []
+
+    def serve_once():
+        tries.append(len(alone.worker.loaded))
+        raise ConnectionRefusedError if tries[-1] else wire.Refused("token", "ends run()")
+
+    monkeypatch.setattr(alone, "serve_once", serve_once)
+    assert alone.run() == node.EXIT_REFUSED
+    assert len(tries) > 1 and alone.cache_writer is None

@@ -438,6 +438,7 @@ def start_node(*flags: str, cwd=ROOT, **env: str) -> Program:
         (["--host", "127.0.0.1", "--port", "70000"], "--port 70000"),
         (["--host", "127.0.0.1", "--threads", "0"], "--threads 0"),
         (["--host", "127.0.0.1", "--max-memory-gb", "-1"], "--max-memory-gb"),
+        (["--host", "127.0.0.1", "--cache-gb", "-1"], "--cache-gb -1.0: 0 (no cache) or more"),
         (["--host", "127.0.0.1", "--token-file", "/nowhere"], "--token-file /nowhere"),
         (["--host", "127.0.0.1", "--work-dir", "/proc/nowhere"], "--work-dir /proc/nowhere is not writable"),
     ],
