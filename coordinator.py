@@ -2739,8 +2739,8 @@ class Checkpoint:
     @torch.inference_mode()
     def _measure_importance(self, token_ids: list[int]) -> None:
         """importance[k] = mean square of input k of each linear on a text: the squared error of an output is then the
-        error of its weights, weighed by it. Runs the unquantized layers one after another, in blocks from the mapped files.
-        """
+        error of its weights, weighed by it. Runs the unquantized layers one after another, in blocks from the mapped
+        files."""
         unquantized = qwen.WeightFormat("fp16", 64, "fp32")
         rows = len(token_ids)
         segments = [qwen.Segment(0, 0, 0, rows)]

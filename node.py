@@ -4,9 +4,9 @@
 
 Needs this file, qwen.py, quant.py, wire.py and `pip install torch msgpack numpy`; no model files. The node connects to the
 coordinator, says what it has (HELLO), measures its kernels when asked (MEASURE), takes a range of layers (ASSIGNMENT),
-receives their weights straight into place (WEIGHT_CHUNK), and then turns hidden states into hidden states. Weights that it
-still has, in memory or in its cache on disk, are not sent again. When the coordinator goes away it keeps trying to come
-back, for ever.
+receives their weights straight into place (WEIGHT_CHUNK), and then turns hidden states into hidden states. Weights that
+it still has, in memory or in its cache on disk, are not sent again. When the coordinator goes away it keeps trying to
+come back, for ever.
 
     python node.py --forget         deletes the cached weights
 
@@ -281,7 +281,8 @@ class WeightCache:
             return set()
 
     def read(self, key: str, buffer: memoryview) -> bool:
-        """Fills buffer with a tensor's bytes. False when they are not there as they were written: the file is deleted."""
+        """Fills buffer with a tensor's bytes. False when they are not there as they were written; a damaged file is
+        deleted."""
         path = self.path(key)
         try:
             with path.open("rb", buffering=0) as file:
@@ -884,7 +885,7 @@ class Session:
         layers: dict[int, dict[str, Arrival]] = {}
         for name, arrival in cached.items():
             layers.setdefault(layer_index(name), {})[name] = arrival
-        cached.clear()  # tensors that the worker has packed must not be held here
+        cached.clear()  # what the worker has packed must not be held here: the thread holds its arguments
 
         def hand_over(arrivals: dict[str, Arrival]) -> None:
             self._tensors_arrived(assignment, arrivals)
@@ -898,7 +899,7 @@ class Session:
         self.submit(lambda: self._source_ended(assignment, CACHE))
 
     def _read_tensors(self, assignment: Assignment, cached: dict[str, Arrival]) -> dict[str, Arrival]:
-        """(cache reader) Fills tensors from the cache; returns those that are whole, the others are noted as damaged."""
+        """(cache reader) Fills tensors from the cache; returns those that are whole, notes the others as damaged."""
         loading, whole = assignment.loading, {}
         for name, arrival in cached.items():
             if self._is_abandoned(assignment):
