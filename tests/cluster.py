@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import http.client
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,9 +28,14 @@ class Program:
     """A process whose output is kept, line by line; `wait_for` waits for a line instead of sleeping."""
 
     def __init__(self, command: list[str], env: dict | None = None, cwd: Path | None = None, stdin=subprocess.DEVNULL):
-        self.process = subprocess.Popen(
-            command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, cwd=cwd, text=True
+        self._follow(
+            subprocess.Popen(
+                command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, cwd=cwd, text=True
+            )
         )
+
+    def _follow(self, process) -> None:
+        self.process = process
         self.lines: list[str] = []
         self._changed = threading.Condition()
         self._ended = False
@@ -77,6 +87,13 @@ class Program:
         self.process.wait()
 
 
+def wait_until(holds: Callable[[], bool], timeout: float = 30.0) -> None:
+    end = time.monotonic() + timeout
+    while not holds():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
 def environment(threads: int | None = 1, **changes: str) -> dict:
     """This process's environment, without what would change a cluster under test.
 
@@ -86,6 +103,69 @@ def environment(threads: int | None = 1, **changes: str) -> dict:
     env = {k: v for k, v in os.environ.items() if not k.startswith("TRUECLUSTER_")}
     env |= {"PYTHONUNBUFFERED": "1"} | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
     return {**env, **changes}
+
+
+class ForkedProcess:
+    """A child of tests/warm.py, with what Program uses of Popen. It has ended when its output has."""
+
+    def __init__(self, pid: int, output: int):
+        self.pid = pid
+        self.stdout = self._lines(os.fdopen(output, encoding="utf-8", errors="replace"))
+        self._ended = threading.Event()
+
+    def _lines(self, output) -> Iterator[str]:
+        with output:
+            yield from output
+        self._ended.set()
+
+    def poll(self) -> int | None:
+        return 0 if self._ended.is_set() else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self._ended.wait(timeout):
+            raise subprocess.TimeoutExpired(f"pid {self.pid}", timeout)
+        return 0
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Warm:
+    """The process of tests/warm.py, which forks the programs that are asked for."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._channel, theirs = socket.socketpair()
+        command = [sys.executable, str(ROOT / "tests" / "warm.py"), str(theirs.fileno())]
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment(), pass_fds=[theirs.fileno()])
+        theirs.close()
+
+    def fork(self, program: str, arguments: list[str], faults: tuple = ()) -> ForkedProcess:
+        """program: coordinator or node; faults: (name of a function of warm.py, *its arguments) each."""
+        output, theirs = os.pipe()
+        request = {"program": program, "arguments": arguments, "faults": [list(fault) for fault in faults]}
+        with self._lock:
+            socket.send_fds(self._channel, [json.dumps(request).encode()], [theirs])
+            pid = int(self._channel.recv(64))
+        os.close(theirs)
+        return ForkedProcess(pid, output)
+
+
+@functools.cache
+def warm() -> Warm:
+    """The one Warm of this test run; it ends with it."""
+    return Warm()
+
+
+class WarmProgram(Program):
+    """A Program that starts without importing anything, and possibly with faults."""
+
+    def __init__(self, program: str, arguments: list[str], faults: tuple = ()):
+        self._follow(warm().fork(program, arguments, faults))
 
 
 class Cluster:
@@ -105,13 +185,16 @@ class Cluster:
         # of its own: nothing that another cluster left there is found, and nothing stays
         self._folder = None if work_dir else tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.work_dir = work_dir or Path(self._folder.name)
-        command = [sys.executable, str(ROOT / "coordinator.py"), "--model", str(model)]
-        command += ["--node-host", "127.0.0.1", "--api-host", "127.0.0.1", "--node-port", "0", "--api-port", "0"]
+        arguments = ["--model", str(model), "--node-host", "127.0.0.1", "--api-host", "127.0.0.1"]
+        arguments += ["--node-port", "0", "--api-port", "0"]
         if nodes:
-            command += ["--max-nodes", str(nodes)]
-        self.coordinator = Program(command + list(map(str, flags)), env=self.env)
+            arguments += ["--max-nodes", str(nodes)]
+        self.coordinator = self._launch("coordinator", arguments + list(map(str, flags)))
         self.nodes: list[Program] = []
         self._count = nodes
+
+    def _launch(self, program: str, arguments: list[str]) -> Program:
+        return Program([sys.executable, str(ROOT / f"{program}.py"), *arguments], env=self.env)
 
     def __enter__(self):
         try:
@@ -131,10 +214,9 @@ class Cluster:
 
     def add_node(self, *flags: str, port: int | None = None) -> Program:
         """Starts one more node."""
-        command = [sys.executable, str(ROOT / "node.py"), "--host", "127.0.0.1", "--port", str(port or self.node_port)]
-        command += ["--device", "cpu", *self.node_flags, *flags]
-        command += ["--work-dir", str(self.work_dir)]
-        node = Program(command, env=self.env)
+        arguments = ["--host", "127.0.0.1", "--port", str(port or self.node_port), "--device", "cpu"]
+        arguments += [*self.node_flags, *flags, "--work-dir", str(self.work_dir)]
+        node = self._launch("node", arguments)
         self.nodes.append(node)
         return node
 
@@ -189,5 +271,42 @@ class Cluster:
         assert status == 200, answer
         return answer
 
+    def stream(self, prompt, timeout: float = 120.0, **fields) -> Iterator[dict]:
+        """The chunks of a streamed completion, greedy and of full length; an error before the first byte is a chunk too.
+
+        Closing the generator closes the connection.
+        """
+        body = {"prompt": prompt, "temperature": 0, "ignore_eos": True, "stream": True, **fields}
+        connection = http.client.HTTPConnection("127.0.0.1", self.api_port, timeout=timeout)
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status != 200:
+                yield json.load(response)
+                return
+            for line in response:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[len(b"data: ") :])
+            assert line.strip() == b"" and response.read() == b""
+        finally:
+            connection.close()
+
     def status(self) -> dict:
         return self.request("/status")[1]
+
+
+class WarmCluster(Cluster):
+    """A Cluster of forked programs: it is there at once, its nodes measure briefly, and they can be given faults."""
+
+    def __init__(self, *args, faults: tuple = (), **kwargs):
+        self._faults = faults
+        super().__init__(*args, **kwargs)
+
+    def _launch(self, program: str, arguments: list[str]) -> Program:
+        quick = (("setting", "node.MEASURE_SECONDS", 0.01),)
+        return WarmProgram(program, arguments, quick + self._faults)
+
+    def add_node(self, *flags: str, port: int | None = None, faults: tuple = ()) -> Program:
+        """Starts one more node, which has these faults."""
+        self._faults = faults
+        return super().add_node(*flags, port=port)

@@ -10,12 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import openai
 import pytest
 import torch
-from cluster import ROOT, TINY_CHAT, Cluster, Program, environment
+from cluster import ROOT, TINY_CHAT, Cluster, Program, environment, wait_until
 from slow_node import SLOW_MS
 
 import coordinator
@@ -307,13 +306,6 @@ def test_a_slow_node_gets_fewer_layers_or_is_left_out(fp32_clusters):
 
     assert [stage["node_id"] for stage in without_status["plan"]] == ["quick"]
     assert without_status["advice"] is None
-
-
-def wait_until(holds, timeout: float = 30.0) -> None:
-    end = time.monotonic() + timeout
-    while not holds():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.02)
 
 
 # ----------------------------------------------------------------------------

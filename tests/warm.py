@@ -1,0 +1,127 @@
+"""Starts coordinators and nodes in milliseconds: a process that has imported torch already, and forks.
+
+tests/cluster.py runs this file with one end of a socket pair (Warm). Each line of JSON that comes, with the descriptor
+that the program shall write to, starts one program; the answer is its pid. All of them end when the socket does.
+
+A program may be given faults: functions of this file, which change the forked child and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+import coordinator
+import node
+import qwen
+
+PROGRAMS = {"coordinator": coordinator, "node": node}
+ERRORS = {
+    "RuntimeError": RuntimeError("expected a tensor of another size"),
+    "ValueError": ValueError("not what it was yesterday"),
+    "out of memory": RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 12 GiB"),
+}
+
+
+# ----------------------------------------------------------------------------
+# Faults
+# ----------------------------------------------------------------------------
+
+
+def setting(name: str, value: float) -> None:
+    """A constant like coordinator.OUTAGE_LIMIT_S with another value."""
+    module, constant = name.split(".")
+    assert hasattr(PROGRAMS[module], constant), name
+    setattr(PROGRAMS[module], constant, value)
+
+
+def before_passes(action, rows: int) -> None:
+    """Runs an action before every pass of exactly so many rows."""
+    run = qwen.Stage.run
+
+    def run_after_action(stage, hidden_states, *args):
+        if hidden_states.shape[0] == rows:
+            action()
+        return run(stage, hidden_states, *args)
+
+    qwen.Stage.run = run_after_action
+
+
+def slow_pass(rows: int, seconds: float) -> None:
+    """Passes of so many rows take that much longer."""
+    before_passes(lambda: time.sleep(seconds), rows)
+
+
+def failing_pass(rows: int, error: str) -> None:
+    """Passes of so many rows raise one of ERRORS."""
+
+    def fail():
+        raise ERRORS[error]
+
+    before_passes(fail, rows)
+
+
+def room_for_layers(most: int) -> None:
+    """Memory for larger stages is promised, but not there."""
+    make = qwen.Stage.__init__
+
+    def make_small(stage, config, start, end, *args):
+        if end - start > most:
+            raise ERRORS["out of memory"]
+        make(stage, config, start, end, *args)
+
+    qwen.Stage.__init__ = make_small
+
+
+FAULTS = {function.__name__: function for function in (setting, slow_pass, failing_pass, room_for_layers)}
+
+
+# ----------------------------------------------------------------------------
+# Forking
+# ----------------------------------------------------------------------------
+
+
+def become(program: str, arguments: list[str], faults: list[list], output: int) -> None:
+    """Runs a program in this forked child and ends it; an exception ends it too, with its traceback in the output."""
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    for name, *values in faults:
+        FAULTS[name](*values)
+    code = PROGRAMS[program].main(arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main(channel: socket.socket) -> None:
+    torch.set_num_threads(1)  # no threads of OpenMP, which a fork would not take along
+    children = set()
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(channel, 1 << 16, 1)
+        if not message:
+            break
+        request = json.loads(message)
+        pid = os.fork()
+        if pid == 0:
+            channel.close()
+            become(**request, output=descriptors[0])
+        os.close(descriptors[0])
+        children.add(pid)
+        children -= {ended for ended in children if os.waitpid(ended, os.WNOHANG)[0]}
+        channel.sendall(f"{pid}\n".encode())
+    for pid in children:  # none of these numbers can belong to another process: they have not been waited for
+        os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])))
