@@ -2264,6 +2264,7 @@ NODE_MOVES = {
 
 RECOVERY_GRACE_S = 5.0  # a node that restarts is back within this; only then its layers go to others
 FAILED_LOAD_PAUSE_S = 10.0  # a node that could not load is left alone for so long, then tried again
+FOUND_MEMORY_S = 300.0  # what a failed load found counts for so long; then the node may have what it promised again
 
 
 @dataclass(eq=False)
@@ -2277,7 +2278,8 @@ class NodeRecord:
     state: NodeState = NodeState.JOINED
     measured: dict | None = None  # MEASURED's payload
     load_error: str | None = None  # why the last load (or measurement) failed
-    found_memory_bytes: int | None = None  # what a failed load found there, when that was less than promised
+    found_memory_bytes: int | None = None  # what a failed load found there, when that was too little
+    found_at: float = 0.0
     paused_until: float = 0.0  # no plan and no measurement before this time
 
     @property
@@ -2392,13 +2394,14 @@ class ClusterState:
             self.void_plan(f"node {node.node_id} is lost", now)
 
     def load_failed(self, node: NodeRecord, why: str, have_bytes: int | None, now: float) -> None:
-        """A node could not load its layers, or not measure. With less memory than planned with, the next plan counts
-        on that much; otherwise the same plan would only fail again, so the node is left out for FAILED_LOAD_PAUSE_S.
+        """A node could not load its layers, or not measure. When its memory cannot even hold the weights of its stage,
+        the next plan counts on that much and gives it less; otherwise the same plan would only fail again, so the node
+        is left out for FAILED_LOAD_PAUSE_S.
         """
         node.load_error = why
         stage = self.stage_of(node)
-        if stage and have_bytes is not None and (stage.memory_bytes is None or have_bytes < stage.memory_bytes):
-            node.found_memory_bytes = have_bytes
+        if stage and have_bytes is not None and have_bytes <= stage.weight_bytes:
+            node.found_memory_bytes, node.found_at = have_bytes, now
         else:
             node.paused_until = now + FAILED_LOAD_PAUSE_S
         if stage:
@@ -2495,12 +2498,18 @@ class ClusterState:
             raise NoPlan(self.refused)
         if self.plan is not None:
             return None
+        for node in self.nodes.values():
+            if now - node.found_at > FOUND_MEMORY_S:
+                node.found_memory_bytes = None
         offers = self.offers(now)
         if len(offers) > self.available:
             self.available_since = now  # one has come back: the others may be on their way too
         self.available = len(offers)
-        # Requests wait while a plan is void: then a node that takes long to measure is not waited for.
-        recovering = self.incomplete_since is not None and now - self.incomplete_since >= 2 * RECOVERY_GRACE_S
+        # Requests wait while a plan is void: then nobody is waited for who is not needed, nor takes long to measure.
+        enough = self.required is not None and len(offers) >= self.required
+        recovering = self.incomplete_since is not None and (
+            enough or now - self.incomplete_since >= 2 * RECOVERY_GRACE_S
+        )
         if not self.nodes or (self.to_measure(now) and not (recovering and offers)):
             return None
         try:
@@ -3490,7 +3499,8 @@ class Controller:
     def _load(self, link: NodeLink, epoch: int, stage: StagePlan, tensors: list[qwen.StoredTensor], loads: int) -> None:
         """Brings one stage to its node, while `loads` threads do so for theirs."""
         try:
-            link.expect("WEIGHTS_WANTED", epoch)
+            if not self._expect_of_plan(link, "WEIGHTS_WANTED", epoch):
+                return
             link.writer.put("ASSIGNMENT", self._assignment(stage, tensors), epoch=epoch, wait=True)
             # Once, and again for what a node finds damaged in its cache.
             while (wanted := self._wait_for_wanted(link, epoch)) is not None:
@@ -3499,10 +3509,10 @@ class Controller:
                     raise link.connection.bad_frame(f"it wants {min(unknown)!r}, which is not its own")
                 with share_of_cores(self._cores, loads):
                     sent = self._send_weights(link, epoch, [tensor for tensor in tensors if tensor.name in wanted])
-                if self.cluster.epoch != epoch or self.cluster.plan is None:
+                cached_s = (stage.weight_bytes - sent) / SLOWEST_CACHE
+                if not self._expect_of_plan(link, "LOAD_COMPLETE", epoch, cached_s):
                     return
                 complete = {"tensor_count": len(wanted), "total_weight_bytes": sent}
-                link.expect("LOAD_COMPLETE", epoch, extra_s=(stage.weight_bytes - sent) / SLOWEST_CACHE)
                 link.writer.put("WEIGHTS_COMPLETE", complete, epoch=epoch, wait=True)
         except (wire.PeerClosed, wire.PeerSilent) as error:
             log.warning("loading %s stopped: %s", link.node_id, error)  # its reader reports the loss
@@ -3515,6 +3525,14 @@ class Controller:
                 self.cluster.void_plan(str(error), time.monotonic())
                 self.cluster.refuse(str(error))
                 self._changed.notify_all()
+
+    def _expect_of_plan(self, link: NodeLink, type: str, epoch: int, extra_s: float = 0.0) -> bool:
+        """Notes what a node will owe; False when the plan is gone by now, so that nothing of it may be asked any more."""
+        with self._changed:
+            if self.cluster.epoch != epoch or self.cluster.plan is None:
+                return False
+            link.expect(type, epoch, extra_s)
+            return True
 
     def _wait_for_wanted(self, link: NodeLink, epoch: int) -> set[str] | None:
         """The names that a node asks for; None when it asks for no more: it is loaded or gone, or the plan is."""
@@ -3796,6 +3814,7 @@ def draft_sizes(guesses: list[tuple[float, int]], seconds: Callable[[int], float
 
 MAX_WAITING_REQUESTS = 64
 OUTAGE_LIMIT_S = 60.0  # requests wait so long for a cluster that lost nodes
+MAX_LOST_PLANS = 5  # in a row: a request that got no token in any of them may be what the nodes die of
 COPY_WORTH_TOKENS = 16  # a longer prefix in another slot is copied when it saves at least so many tokens
 LOGPROB_SLAB = 64  # prompt rows through the head at a time: 152k logits each
 
@@ -3832,6 +3851,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob | None] = [None]
         self.in_flight = 0  # passes that carry rows of this sequence
         self.lookup: PromptLookup | None = None  # from its first generated token on, where it may draft
+        self.lost_plans = 0  # that it was running in, since its last token
 
     @property
     def ids(self) -> list[int]:
@@ -3952,11 +3972,11 @@ class Engine:
         self.passes_sent = 0
         self.step_times = StepTimes()
         self.generated_tokens = self.drafted_tokens = self.accepted_drafts = 0
-        self.outage_since: float | None = None
+        self.outage_since: float | None = time.monotonic()  # when there was last a plan to generate with; None: now
         self._inbox: queue.Queue = queue.Queue()
         self._waiting_requests: set[Generation] = set()  # submitted, no choice admitted yet
         self._lock = threading.Lock()  # guards _waiting_requests
-        self._stopping = False
+        self._stop_reason: str | None = None
         self._rate = TokenRate()
         controller.is_idle = lambda: not self.waiting and not any(slot.sequence for slot in self.slots)
         controller.on_ready = lambda pipeline, plan: self._inbox.put(lambda: self._on_ready(pipeline, plan))
@@ -3973,6 +3993,8 @@ class Engine:
 
     def submit(self, request: GenerationRequest) -> Generation:
         """Queues a request. Raises ApiError: 503 while the cluster is not ready, or when the queue is full."""
+        if self._stop_reason is not None:
+            raise ApiError.not_ready(self._stop_reason)
         error = self.controller.not_ready_error()
         if error is not None:
             raise error
@@ -4014,7 +4036,7 @@ class Engine:
     def _run(self) -> None:
         torch.get_num_threads()  # torch notes a thread's number at its first call: not while share_of_cores has set it
         with torch.inference_mode():
-            while not self._stopping:
+            while self._stop_reason is None:
                 for arrived in self._arrivals():
                     self._guarded(arrived)
                 self._guarded(self._give_up_after_outage)
@@ -4093,7 +4115,12 @@ class Engine:
             sequence.slot, sequence.sent, sequence.in_flight = None, 0, 0
             if not sequence.output_ids:
                 sequence.prompt_logprobs = [None]
+            sequence.lost_plans += 1
             self.waiting.appendleft(sequence)
+        for sequence in running:
+            if sequence.lost_plans >= MAX_LOST_PLANS:
+                reason = f"Nodes were lost {MAX_LOST_PLANS} times in a row while this request was running; last: {why}"
+                self._fail(sequence, ApiError(500, reason, "server_error"))
 
     def _on_result(self, request: Pass, hidden_states: torch.Tensor | None, error: str | None) -> None:
         step: Step = request.owner
@@ -4119,7 +4146,7 @@ class Engine:
             self.step_times.add(len(request.slots), now - step.sent_at, now)
 
     def _on_stop(self, reason: str) -> None:
-        self._stopping = True
+        self._stop_reason = reason
         for sequence in [*self.waiting, *(s.sequence for s in self.slots if s.sequence)]:
             sequence.generation.put(ApiError.not_ready(reason))
         self.waiting.clear()
@@ -4315,6 +4342,7 @@ class Engine:
             sequence.lookup.append(token_id)
         elif self.prompt_lookup and request.prompt_lookup:
             sequence.lookup = PromptLookup(sequence.ids)
+        sequence.lost_plans = 0
         self.generated_tokens += 1
         self._rate.add(time.monotonic())
         sequence.generation.put(TokenEvent(sequence.index, token_id, logprob))
@@ -5370,6 +5398,7 @@ class Exchange:
         if head is None:
             return None
         self.arrived = time.monotonic()
+        self.server.under_way.add(self)
         self.framing = body_framing(head)
         self.keep_alive = head.wants_keep_alive
         self.server.access.check(head)
@@ -6007,8 +6036,15 @@ class ConnectionHandler(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         client = self.client_address[0]
         with self.server.tracked(self.request):
-            while Exchange(self.server, self.incoming, client).run():
+            while self._serve_one(client):
                 continue
+
+    def _serve_one(self, client: str) -> bool:
+        exchange = Exchange(self.server, self.incoming, client)
+        try:
+            return exchange.run()
+        finally:
+            self.server.under_way.discard(exchange)
 
     def finish(self) -> None:
         """Swallow what the client still sends, for a moment: closing over unread bytes would reset the connection
@@ -6068,6 +6104,7 @@ class HttpServer(ThreadingHTTPServer):
         self._places = threading.BoundedSemaphore(limits.threads)
         self._refused: deque[tuple[float, socket.socket]] = deque()
         self._open: set[socket.socket] = set()
+        self.under_way: set[Exchange] = set()  # requests that have come and are not answered to the end
         self._accepting: threading.Thread | None = None
         self._open_lock = threading.Lock()
         try:
@@ -6095,6 +6132,12 @@ class HttpServer(ThreadingHTTPServer):
         """Serve in a daemon thread."""
         self._accepting = threading.Thread(target=self.serve_forever, args=(0.1,), name="http-accept", daemon=True)
         self._accepting.start()
+
+    def wait_for_answers(self, timeout_s: float) -> None:
+        """Wait until every request is answered to the end: after the engine's, only their last words are to be sent."""
+        deadline = time.monotonic() + timeout_s
+        while self.under_way and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def stop(self) -> None:
         """End accepting, then every open connection; their threads end by themselves."""
@@ -6503,6 +6546,9 @@ def curl_command(args: argparse.Namespace, api_port: int) -> str:
     return f"curl {url}{key} -H 'Content-Type: application/json' -d '{body}'"
 
 
+LAST_WORDS_S = 2.0  # how long the end waits for streams to send their error frame
+
+
 class Coordinator:
     """The running program: everything above, started in order and ended in reverse."""
 
@@ -6606,6 +6652,7 @@ class Coordinator:
         if self.engine is not None:
             self.engine.stop("the coordinator is shutting down")
         if self.server is not None:
+            self.server.wait_for_answers(LAST_WORDS_S)
             self.server.stop()
         self.controller.stop()
         if self.local_nodes is not None:

@@ -505,6 +505,7 @@ class Assignment:
                 f"the manifest has {len(offered)} tensors, these layers need {len(wanted)}"
                 + (f"; first difference: {different[0]}" if different else "")
             )
+        self.have_bytes: int | None = None  # what was free when its loading began
         self.tensors = {t.name: t for t in expected}
         self.keys = {e["tensor_name"]: e["key"] for e in payload["manifest"]}
         self.loading = Loading()
@@ -554,6 +555,12 @@ class Worker(threading.Thread):
                 job()
                 self.busy_since = None
                 del job  # it holds tensors; the next get() may wait for long
+
+    def wait_until_idle(self) -> None:
+        """Returns when all jobs that wait now are done, among them the one that lets go of a lost session's stage."""
+        idle = threading.Event()
+        self.jobs.put(idle.set)
+        idle.wait()
 
     @property
     def busy_ms(self) -> int:
@@ -744,8 +751,10 @@ class Session:
         return self.assignment.epoch if self.assignment else 0
 
     def _is_current(self, frame: wire.Frame) -> bool:
-        if frame.epoch is None or frame.type == "ASSIGNMENT":
+        if frame.epoch is None:
             return True
+        if frame.type == "ASSIGNMENT":  # a loader of the coordinator may have been overtaken by the next plan's
+            return frame.epoch >= self.epoch
         if frame.epoch > self.epoch:
             raise self.bad(f"{frame.type} of epoch {frame.epoch}, but epoch {self.epoch} is assigned")
         return frame.epoch == self.epoch
@@ -810,7 +819,7 @@ class Session:
         self.submit(measure)
 
     def on_assignment(self, frame: wire.Frame) -> None:
-        if frame.epoch is None or frame.epoch <= self.epoch:
+        if frame.epoch is None or frame.epoch == self.epoch:
             raise self.bad(f"ASSIGNMENT of epoch {frame.epoch} after epoch {self.epoch}")
         try:
             assignment = Assignment(frame.payload, frame.epoch)
@@ -833,8 +842,9 @@ class Session:
             have += sum(layer.nbytes for layer in kept.values())
         if self.max_memory_bytes is not None:
             have = self.max_memory_bytes if have is None else min(have, self.max_memory_bytes)
+        assignment.have_bytes = have
         if have is not None and assignment.need_bytes > have:
-            self._load_failed(assignment, None, have)
+            self._load_failed(assignment, None)
             return
         try:
             self.worker.kernel_choice(assignment.config, assignment.weights)
@@ -848,7 +858,7 @@ class Session:
                 for name, place in layer.destinations.items()
             }
         except (RuntimeError, MemoryError) as error:
-            self._load_failed(assignment, error, have)
+            self._load_failed(assignment, error)
             return
         self._start_sources(assignment, arrivals)
 
@@ -953,7 +963,7 @@ class Session:
                     layer.prepare(with_copy if with_copy and assignment.second_copy else choice)
                     self.worker.loaded[i] = assignment.layer_identity(i), layer
         except (RuntimeError, MemoryError) as error:
-            self._load_failed(assignment, error, free_memory_bytes(self.worker.device))
+            self._load_failed(assignment, error)
 
     def on_weights_complete(self, frame: wire.Frame) -> None:
         assignment = self.assignment
@@ -1028,10 +1038,11 @@ class Session:
         except qwen.InvalidPass as error:
             self._inference_error(assignment, request_id, "invalid_pass", str(error))
             return
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:  # leaving the cluster would not help: the request would only fail again elsewhere
+            log.exception("pass %s failed", request_id)
             code = "out_of_memory" if is_out_of_memory(error) else "compute_failed"
             have = gib(free_memory_bytes(self.worker.device))
-            self._inference_error(assignment, request_id, code, f"{error} (free: {have})")
+            self._inference_error(assignment, request_id, code, f"{type(error).__name__}: {error} (free: {have})")
             return
         rows = output.shape[0]
         shape = [rows, 1, hidden_size] if kind == "RUN_DECODE" else [1, rows, hidden_size]
@@ -1081,12 +1092,17 @@ class Session:
         payload = {"code": code, "message": message[:1000]}
         self.writer.put("INFERENCE_ERROR", payload, request_id=request_id, epoch=assignment.epoch)
 
-    def _load_failed(self, assignment: Assignment, error: BaseException | None, have: int | None) -> None:
-        need = assignment.need_bytes
+    def _load_failed(self, assignment: Assignment, error: BaseException | None) -> None:
+        """(worker) error None: it was seen beforehand that the memory does not suffice."""
+        need, have = assignment.need_bytes, assignment.have_bytes
         if error is None or is_out_of_memory(error):
             reason = f"not enough memory on {self.worker.device}: need {gib(need)} for weights, have {gib(have)}"
+            if error is not None:  # what is free on paper could not be had, so it is less than was asked for
+                reason += f", which could not be had: {error}"
+                have = need if have is None else min(have, need)
         else:
             reason = f"{type(error).__name__}: {error}"
+            have = None
         log.error("%s", reason)
         assignment.loading.open_sources = set()
         self.worker.free_all()
@@ -1236,6 +1252,9 @@ class Node:
     def serve_once(self) -> None:
         """One connection from connect to end; raises what ended it."""
         self.joined_at = None
+        if self.worker.busy_ms:
+            log.info("the work for the connection that ended comes to its end first")
+        self.worker.wait_until_idle()  # till then this node could do nothing, and its memory is not free
         sock = socket.create_connection((self.host, self.port), timeout=CONNECT_TIMEOUT_S)
         connection = wire.Connection(sock, f"coordinator {self.host}:{self.port}", "node")
         try:

@@ -108,23 +108,26 @@ def environment(threads: int | None = 1, **changes: str) -> dict:
 class ForkedProcess:
     """A child of tests/warm.py, with what Program uses of Popen. It has ended when its output has."""
 
-    def __init__(self, pid: int, output: int):
+    def __init__(self, warm: Warm, pid: int, output: int):
         self.pid = pid
         self.stdout = self._lines(os.fdopen(output, encoding="utf-8", errors="replace"))
+        self._warm = warm
+        self._code: int | None = None
         self._ended = threading.Event()
 
     def _lines(self, output) -> Iterator[str]:
         with output:
             yield from output
+        self._code = self._warm.ask({"ended": self.pid})
         self._ended.set()
 
     def poll(self) -> int | None:
-        return 0 if self._ended.is_set() else None
+        return self._code
 
     def wait(self, timeout: float | None = None) -> int:
         if not self._ended.wait(timeout):
             raise subprocess.TimeoutExpired(f"pid {self.pid}", timeout)
-        return 0
+        return self._code
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -144,15 +147,18 @@ class Warm:
         subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment(), pass_fds=[theirs.fileno()])
         theirs.close()
 
+    def ask(self, request: dict, *descriptors: int) -> int:
+        with self._lock:
+            socket.send_fds(self._channel, [json.dumps(request).encode()], descriptors)
+            return int(self._channel.recv(64))
+
     def fork(self, program: str, arguments: list[str], faults: tuple = ()) -> ForkedProcess:
         """program: coordinator or node; faults: (name of a function of warm.py, *its arguments) each."""
         output, theirs = os.pipe()
         request = {"program": program, "arguments": arguments, "faults": [list(fault) for fault in faults]}
-        with self._lock:
-            socket.send_fds(self._channel, [json.dumps(request).encode()], [theirs])
-            pid = int(self._channel.recv(64))
+        pid = self.ask(request, theirs)
         os.close(theirs)
-        return ForkedProcess(pid, output)
+        return ForkedProcess(self, pid, output)
 
 
 @functools.cache

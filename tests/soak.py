@@ -118,6 +118,9 @@ class Rig:
     def a_planned_node(self) -> str:
         return self.rng.choice(self.planned() or NAMES)
 
+    def wait_ready(self) -> None:
+        wait_until(lambda: self.cluster.status()["state"] == "ready", ANSWER_S)
+
     def settle(self) -> None:
         """Waits until requests can be served and every node has been measured."""
         wait_until(self._is_settled, ANSWER_S)
@@ -164,12 +167,13 @@ class Rig:
 
 def kill_at(rig: Rig, point: str) -> None:
     """Kills a node at one of POINTS and checks the answer that was under way, or the next one."""
+    rig.wait_ready()
     KILLERS[point](rig)
 
 
 def _kill_while_idle(rig: Rig) -> None:
     rig.kill(rig.rng.choice(NAMES))
-    wait_until(lambda: rig.cluster.status()["state"] == "ready", ANSWER_S)
+    rig.wait_ready()
     rig.check(rig.rng.choice(SHORT))
 
 
@@ -323,8 +327,6 @@ def kill_many(rig: Rig, count: int, tally: Tally) -> None:
             kill_at(rig, point)
         if rig.rng.random() < 0.75:
             rig.settle()
-        else:
-            wait_until(lambda: rig.cluster.status()["state"] == "ready", ANSWER_S)
 
 
 # ----------------------------------------------------------------------------

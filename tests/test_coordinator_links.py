@@ -148,6 +148,17 @@ def test_a_pass_that_never_returns_loses_its_stage_and_goes_on_elsewhere(running
     assert stuck.closed.is_set()
 
 
+def test_a_loader_that_was_overtaken_by_the_next_plan_asks_for_nothing(running, right):
+    cluster = running(1)
+    cluster.join("a")
+    cluster.wait_ready()
+    (stage,) = cluster.controller.cluster.plan.stages
+    link = cluster.controller.cluster.nodes["a"].link
+    cluster.controller._load(link, 0, stage, [])
+    assert link.awaited is None
+    assert cluster.generate() == right and cluster.controller.cluster.epoch == 1
+
+
 def test_a_copied_prefix_waits_for_the_stages_that_do_not_hold_it_yet(running):
     cluster = running(2)
     sessions = {name: cluster.join(name) for name in ("a", "b")}

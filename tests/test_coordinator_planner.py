@@ -12,6 +12,7 @@ import pytest
 import qwen
 from coordinator import (
     FAILED_LOAD_PAUSE_S,
+    FOUND_MEMORY_S,
     GIB,
     HEADROOM,
     RECOVERY_GRACE_S,
@@ -621,6 +622,15 @@ def test_a_spare_takes_over_at_once():
     assert load(cluster, 100.0).node_ids == ("b", "c")
 
 
+def test_a_spare_takes_over_while_another_node_is_still_measured():
+    nodes = [node(name, host=name) for name in "abc"]
+    cluster = cluster_of(*nodes, required=2)
+    load(cluster, 0.0)
+    cluster.join(node("d", host="d", measured=False))
+    cluster.lose(nodes[0], "closed", 10.0)
+    assert cluster.next_plan(10.0).node_ids == ("b", "c")
+
+
 def test_without_a_spare_a_restarting_node_has_a_grace():
     a, b, c = (node(x, host=x) for x in "abc")
     cluster = cluster_of(a, b, c, required=3)
@@ -780,6 +790,24 @@ def test_less_memory_than_promised_is_planned_with_at_once():
     cluster.load_failed(a, "not enough memory", 150, 2.0)  # nothing new: trying again at once would only repeat it
     with pytest.raises(NoPlan, match="2 nodes are required, 1 can be used; a could not load: not enough memory"):
         cluster.next_plan(2.0)
+
+
+def test_what_a_failed_load_found_is_forgotten_after_a_while():
+    cluster = cluster_of(node("a", free=1000))
+    plan_and_adopt(cluster)
+    cluster.load_failed(cluster.nodes["a"], "not enough memory", 150, 1000.0)
+    with pytest.raises(NoPlan, match="does not fit on 1"):
+        cluster.next_plan(1000.0 + FOUND_MEMORY_S)
+    assert cluster.next_plan(1000.1 + FOUND_MEMORY_S).node_ids == ("a",)
+
+
+def test_a_failure_that_a_smaller_stage_would_not_mend_is_not_repeated_at_once():
+    """Free memory is never twice the same: a little less of it than before explains nothing."""
+    cluster = cluster_of(node("a", free=1000))
+    plan_and_adopt(cluster)
+    cluster.load_failed(cluster.nodes["a"], "RuntimeError: no kernel", 999, 1.0)
+    with pytest.raises(NoPlan, match="a could not load: RuntimeError: no kernel"):
+        cluster.next_plan(1.0)
 
 
 def test_an_unknown_memory_becomes_known_by_failing():

@@ -1,5 +1,6 @@
 """node.py: one session against a scripted coordinator in this process, and the program as a process of its own."""
 
+import concurrent.futures
 import hashlib
 import queue
 import re
@@ -217,12 +218,13 @@ def test_frames_of_an_older_epoch_are_dropped_and_the_new_plan_starts_empty(peer
     peer.run(hidden(2), [0, 0], [0, 1], keep=1)
     peer.receive("HIDDEN_STATE")
     peer.load(epoch=5, start=1, end=3, seed=9)
+    peer.link.send("ASSIGNMENT", assignment(0, 2), epoch=4)  # overtaken by that of epoch 5
     peer.run(hidden(2), [0, 0], [0, 1], keep=1, epoch=1)  # read to its end, not answered
     peer.send_tensor("model.layers.0.input_layernorm.weight", memoryview(bytes(128)), epoch=1)
     peer.run(hidden(1), [0], [2], keep=1, epoch=5, request_id=11)
     error = peer.receive("INFERENCE_ERROR")  # the slot was emptied by the new ASSIGNMENT
     assert (error.request_id, error.payload["code"]) == (11, "invalid_pass")
-    assert peer.session.dropped_frames == 2
+    assert peer.session.dropped_frames == 3
 
 
 def test_too_little_memory_is_reported_with_need_and_have():
@@ -389,7 +391,7 @@ def _too_many_rows(peer):
     peer.run(hidden(17), [0] * 17, list(range(17)), keep=1)
 
 
-def _assignment_of_an_old_epoch(peer):
+def _assignment_of_the_same_epoch(peer):
     peer.load(epoch=2)
     peer.link.send("ASSIGNMENT", assignment(0, 2), epoch=2)
 
@@ -411,7 +413,7 @@ HOSTILE = {
     _run_with_another_hidden_size: "hidden states of size 31",
     _run_with_another_dtype: "in bf16",
     _too_many_rows: "17 rows in one pass",
-    _assignment_of_an_old_epoch: "after epoch 2",
+    _assignment_of_the_same_epoch: "after epoch 2",
 }
 
 
@@ -495,6 +497,25 @@ def test_another_protocol_version_ends_the_node(tmp_path, monkeypatch):
         _answer_one_node(server, None)
         assert program.wait(60) == node.EXIT_REFUSED
     assert "version 1" in program.output and "99" in program.output and "update" in program.output
+
+
+def test_a_node_joins_again_only_when_its_worker_is_free():
+    """Until then its memory is not, and the figures of its HELLO would be too small."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        flags = ["--host", "127.0.0.1", "--port", str(server.getsockname()[1]), "--device", "cpu", "--node-id", "busy"]
+        busy = node.Node(node.parse_args(flags))
+        busy.worker.start()
+        pass_ends = threading.Event()
+        busy.worker.jobs.put(pass_ends.wait)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            served = pool.submit(busy.serve_once)
+            server.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                server.accept()
+            pass_ends.set()
+            server.settimeout(30.0)
+            server.accept()[0].close()
+            assert isinstance(served.exception(30.0), wire.PeerClosed)
 
 
 def test_two_nodes_on_one_machine_get_different_ids_and_a_restart_gets_its_own_back(tmp_path):

@@ -1,7 +1,8 @@
 """Starts coordinators and nodes in milliseconds: a process that has imported torch already, and forks.
 
-tests/cluster.py runs this file with one end of a socket pair (Warm). Each line of JSON that comes, with the descriptor
-that the program shall write to, starts one program; the answer is its pid. All of them end when the socket does.
+tests/cluster.py runs this file with one end of a socket pair (Warm). A JSON object that comes with the descriptor that
+the program shall write to starts one program; the answer is its pid. {"ended": pid} is answered with the exit code, once
+the program has ended. All of them end when the socket does.
 
 A program may be given faults: functions of this file, which change the forked child and nothing else.
 """
@@ -70,6 +71,11 @@ def failing_pass(rows: int, error: str) -> None:
     before_passes(fail, rows)
 
 
+def deadly_pass(rows: int) -> None:
+    """Passes of so many rows end the process, as the kernel does when memory runs out."""
+    before_passes(lambda: os.kill(os.getpid(), signal.SIGKILL), rows)
+
+
 def room_for_layers(most: int) -> None:
     """Memory for larger stages is promised, but not there."""
     make = qwen.Stage.__init__
@@ -82,7 +88,7 @@ def room_for_layers(most: int) -> None:
     qwen.Stage.__init__ = make_small
 
 
-FAULTS = {function.__name__: function for function in (setting, slow_pass, failing_pass, room_for_layers)}
+FAULTS = {function.__name__: function for function in (setting, slow_pass, failing_pass, deadly_pass, room_for_layers)}
 
 
 # ----------------------------------------------------------------------------
@@ -111,14 +117,17 @@ def main(channel: socket.socket) -> None:
         if not message:
             break
         request = json.loads(message)
-        pid = os.fork()
-        if pid == 0:
-            channel.close()
-            become(**request, output=descriptors[0])
-        os.close(descriptors[0])
-        children.add(pid)
-        children -= {ended for ended in children if os.waitpid(ended, os.WNOHANG)[0]}
-        channel.sendall(f"{pid}\n".encode())
+        if "ended" in request:
+            children.remove(request["ended"])
+            answer = os.waitstatus_to_exitcode(os.waitpid(request["ended"], 0)[1])
+        else:
+            answer = os.fork()
+            if answer == 0:
+                channel.close()
+                become(**request, output=descriptors[0])
+            os.close(descriptors[0])
+            children.add(answer)
+        channel.sendall(f"{answer}\n".encode())
     for pid in children:  # none of these numbers can belong to another process: they have not been waited for
         os.kill(pid, signal.SIGKILL)
 
