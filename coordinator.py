@@ -6565,7 +6565,7 @@ class Coordinator:
         self.local_nodes: LocalNodes | None = None
         self.server: HttpServer | None = None
         self.engine: Engine | None = None
-        self.stopping = threading.Event()
+        self.stopping = False  # a plain flag: a signal handler must take no lock, as Event.set() does
 
     def start(self) -> None:
         """Opens both ports and starts local nodes; packs the head while they start. Raises StartupError."""
@@ -6610,12 +6610,13 @@ class Coordinator:
         try:
             self.start()
             announced = compared = 0
-            while not self.stopping.wait(0.5):
+            while not self.stopping:
                 if self.local_nodes is not None:
                     self.local_nodes.restart_ended()
                 status = self.controller.describe()
                 announced = self._announce(status, announced)
                 compared = self._compare_times(status, compared)
+                time.sleep(0.2)
             return EXIT_OK
         finally:
             self.stop()
@@ -6642,10 +6643,10 @@ class Coordinator:
         return status["epoch"]
 
     def _on_signal(self, *_) -> None:
-        if self.stopping.is_set():
+        if self.stopping:
             os._exit(EXIT_INTERRUPTED)
+        self.stopping = True
         log.info("ending; once more ends at once")
-        self.stopping.set()
 
     def stop(self) -> None:
         """Ends requests with an error, then links, nodes and the API."""

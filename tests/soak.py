@@ -31,8 +31,9 @@ from relay import Relay
 NAMES = ("a", "b", "c")
 STAGES = 2  # so that one of the three is a spare
 POINTS = ("idle", "hello", "load", "prefill", "token")
+CLIENTS = 4
 ANSWER_S = 120.0
-MEMORY_SLACK = 48 << 20  # what a coordinator's resident memory may grow by while it works
+MEMORY_SLACK = 48 << 20  # what a coordinator's anonymous memory may grow by while it works
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ KILLERS = dict(zip(POINTS, (_kill_while_idle, _kill_in_hello, _kill_while_loadin
 
 @dataclass
 class Holdings:
-    """Threads, open files, sockets and resident memory of a process; slots and requests of its engine."""
+    """Threads, open files, sockets and anonymous memory of a process; slots and requests of its engine."""
 
     threads: int
     files: int
@@ -254,7 +255,7 @@ def holdings(cluster: WarmCluster) -> Holdings:
         int(fields["Threads"]),
         len(targets),
         sum(target.startswith("socket:") for target in targets),
-        int(fields["VmRSS"]) * 1024,
+        int(fields["RssAnon"]) * 1024,  # the mapped checkpoint is not ours to give back
         status["active_slots"],
         status["waiting_requests"],
     )
@@ -313,6 +314,7 @@ class Tally:
             yield
         except RequestFailed as failure:
             self.count("errors", str(failure)[:160])
+            time.sleep(0.1)  # as a client does before it tries again
         except WrongAnswer as wrong:
             with self.lock:
                 self.wrong.append(str(wrong))
@@ -420,12 +422,12 @@ def make_trouble(rig: Rig, tally: Tally, end: float) -> None:
             rig.settle()
 
 
-def mix(rig: Rig, minutes: float, tally: Tally, clients: int = 4) -> None:
+def mix(rig: Rig, minutes: float, tally: Tally) -> None:
     """Several clients and a trouble-maker, until the time is over."""
     end = time.monotonic() + 60 * minutes
-    with concurrent.futures.ThreadPoolExecutor(clients + 1) as pool:
+    with concurrent.futures.ThreadPoolExecutor(CLIENTS + 1) as pool:
         work = [pool.submit(make_trouble, rig, tally, end)]
-        work += [pool.submit(ask_for_ever, rig, rig.rng.random(), tally, end) for _ in range(clients)]
+        work += [pool.submit(ask_for_ever, rig, rig.rng.random(), tally, end) for _ in range(CLIENTS)]
         for each in concurrent.futures.as_completed(work):
             each.result()
 
@@ -450,9 +452,11 @@ def main() -> int:
     tally = Tally()
     flags = ("--max-context", 1024)
     with Rig(args.model, args.seed, flags, relayed=("c",) if args.minutes else ()) as rig:
-        rig.learn(SHORT + LONG + FAMILY + CHOICES)
-        with concurrent.futures.ThreadPoolExecutor(4) as pool:  # as many at once as later: then memory is as it will be
-            list(pool.map(rig.check, SHORT + LONG + FAMILY + CHOICES))
+        questions = SHORT + LONG + (FAMILY + CHOICES if args.minutes else [])
+        rig.learn(questions)
+        if args.minutes:  # as many at once as later: then memory is as it will be
+            with concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool:
+                list(pool.map(rig.check, questions))
         before, began = holdings(rig.cluster), time.monotonic()
         if args.kills:
             kill_many(rig, args.kills, tally)

@@ -7,12 +7,15 @@ import concurrent.futures
 import contextlib
 import re
 import signal
+import socket
 
 import pytest
 import soak
 from cluster import WarmCluster, wait_until
 from relay import Relay
 from soak import LONG, SHORT, Rig
+
+import coordinator
 
 FP32 = ("--dtype", "fp32")
 SHORT_GRACE = ("setting", "coordinator.RECOVERY_GRACE_S", 0.3)
@@ -279,11 +282,25 @@ def test_a_signal_ends_streams_with_an_error_frame_and_the_coordinator_with_0(nu
 
 
 def test_a_second_signal_ends_the_coordinator_at_once():
-    with WarmCluster(nodes=0, flags=("--max-nodes", 1, *FP32)) as cluster:
+    patient = ("setting", "coordinator.LAST_WORDS_S", 600.0)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(WarmCluster(nodes=0, flags=("--max-nodes", 1), faults=(patient,)))
+        client = stack.enter_context(socket.create_connection(("127.0.0.1", cluster.api_port)))
+        client.sendall(head)  # a request that is under way, and stays so
+        assert b"100 Continue" in client.recv(100)
         cluster.coordinator.signal(signal.SIGINT)
-        with contextlib.suppress(ProcessLookupError):
-            cluster.coordinator.signal(signal.SIGINT)
-        assert cluster.coordinator.wait() in (0, 130)
+        cluster.coordinator.wait_for("once more ends at once")
+        assert cluster.coordinator.process.poll() is None
+        cluster.coordinator.signal(signal.SIGINT)
+        assert cluster.coordinator.wait() == coordinator.EXIT_INTERRUPTED
+
+
+def test_sigterm_ends_local_nodes_too():
+    with WarmCluster(nodes=0, flags=("--local-nodes", 1)) as cluster:
+        cluster.wait_ready()
+        cluster.coordinator.signal(signal.SIGTERM)
+        assert cluster.coordinator.wait() == 0  # comes when all that write to its output have ended: its nodes too
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
