@@ -15,6 +15,7 @@ import argparse
 import collections
 import concurrent.futures
 import contextlib
+import itertools
 import json
 import random
 import re
@@ -359,8 +360,7 @@ def ask_for_ever(rig: Rig, seed: int, tally: Tally, end: float) -> None:
 def _give_up_in_the_middle(rig: Rig, question: Question, rng: random.Random) -> None:
     chunks = rig.cluster.stream(**question.body(), timeout=ANSWER_S)
     with contextlib.closing(chunks):
-        for _ in range(rng.randrange(1, question.max_tokens)):
-            chunk = next(chunks)
+        for chunk in itertools.islice(chunks, rng.randrange(1, question.max_tokens)):
             if "error" in chunk:
                 raise RequestFailed(f"{chunk['error']['type']}: {chunk['error']['message']}")
 
