@@ -3269,8 +3269,8 @@ class Controller:
                 if old.state is NodeState.LOST:
                     return
                 time.sleep(0.02)
+        self._lose(old, "replaced by a new connection of the same node")  # first: its reader will only see it closed
         old.link.close()
-        self._lose(old, "replaced by a new connection of the same node")
 
     # -- what nodes report ---------------------------------------------------------------------------------------------
 
