@@ -4159,7 +4159,7 @@ class Engine:
                 self._fail(slot.sequence, ApiError.internal())
 
     def _give_up_after_outage(self) -> None:
-        if self.outage_since is None or time.monotonic() - self.outage_since < OUTAGE_LIMIT_S:
+        if not self.waiting or self.outage_since is None or time.monotonic() - self.outage_since < OUTAGE_LIMIT_S:
             return
         error = self.controller.not_ready_error()
         if error is None:

@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import json
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -373,34 +372,6 @@ def test_nodes_come_back_to_a_restarted_coordinator_and_no_weights_are_sent_agai
         assert all(node["bytes_sent"] < 100_000 for node in cluster.status()["nodes"])
 
 
-def test_the_coordinator_survives_its_nodes_and_a_running_answer_goes_on(tmp_path):
-    with Cluster(nodes=2, flags=("--dtype", "fp32"), work_dir=tmp_path) as cluster:
-        fields = {"max_tokens": 400, "ignore_eos": True}
-        undisturbed = cluster.complete("Once", **fields)["choices"][0]["text"]
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(cluster.complete, "Once", **fields)
-            wait_until(lambda: cluster.status()["active_slots"] == 1)
-            cluster.nodes[1].kill()
-            cluster.coordinator.wait_for("generation pauses")
-            cluster.add_node()
-            assert answer.result(120)["choices"][0]["text"] == undisturbed
-        assert cluster.coordinator.process.poll() is None
-
-
-def test_a_plan_that_shrank_grows_again_when_the_node_is_back(tmp_path):
-    with Cluster(nodes=2, work_dir=tmp_path) as cluster:
-        cluster.nodes[0].kill()
-        seen = len(cluster.coordinator.lines)
-        cluster.wait_ready(after=seen)  # after the grace, on the node that is left
-        assert len(cluster.status()["plan"]) == 1 and cluster.chat_text("What is 12 + 30?") == "42"
-        kept = cluster.nodes[1].wait_for(r"epoch 2: loaded.*; kept ([\d.]+) MB, .* over the network ([\d.]+) MB")
-        assert float(kept[1]) > 0 and float(kept[2]) < 2 * float(kept[1])  # not all of it was sent again
-        seen = len(cluster.coordinator.lines)
-        cluster.add_node()
-        cluster.wait_ready(after=seen)
-        assert len(cluster.status()["plan"]) == 2 and cluster.chat_text("What is 12 + 30?") == "42"
-
-
 def test_local_nodes_end_with_a_killed_coordinator():
     flags = ["--local-nodes", "2", "--node-port", "0", "--api-port", "0", "--api-host", "127.0.0.1"]
     program = Program([sys.executable, str(ROOT / "coordinator.py"), *flags], env=environment())
@@ -415,13 +386,6 @@ def test_local_nodes_end_with_a_killed_coordinator():
         program.kill()
     alive = ["bash", "-c", f"kill -0 {nodes[0]} || kill -0 {nodes[1]}"]
     wait_until(lambda: subprocess.run(alive, capture_output=True, check=False).returncode != 0)
-
-
-def test_sigterm_ends_the_coordinator_cleanly():
-    with Cluster(nodes=0, flags=("--max-nodes", "1")) as cluster:
-        cluster.coordinator.signal(signal.SIGTERM)
-        assert cluster.coordinator.wait() == 0
-        assert "Traceback" not in cluster.coordinator.output
 
 
 def test_a_node_with_too_little_memory_is_told_what_is_missing():

@@ -269,6 +269,17 @@ def test_a_second_live_node_of_one_id_is_refused_and_a_dead_one_replaced(running
     assert cluster.generate() == right
 
 
+def test_a_request_that_came_just_before_the_first_plan_was_lost_ends_too(running, monkeypatch):
+    """The engine hears of such a plan only when it is gone."""
+    monkeypatch.setattr(coordinator, "OUTAGE_LIMIT_S", 0.1)
+    engine = running(1).engine
+    request = coordinator.GenerationRequest([[1, 2, 3]], 1, 4, coordinator.SamplingParams())
+    generation = coordinator.Generation(request, engine)
+    engine._inbox.put(lambda: engine._on_submit(generation))
+    with pytest.raises(coordinator.ApiError, match="not ready"):
+        generation.next_event(30)
+
+
 def test_requests_beyond_the_waiting_places_are_refused(running, monkeypatch):
     monkeypatch.setattr(coordinator, "MAX_WAITING_REQUESTS", 3)
     cluster = running(1)
