@@ -275,17 +275,12 @@ def leaks(before: Holdings, after: Holdings) -> list[str]:
     return kept
 
 
-def no_leaks(rig: Rig, before: Holdings) -> list[str]:
-    """leaks, once what is ending has ended; what is still kept after a while, otherwise."""
-    kept = []
-
-    def nothing_kept() -> bool:
-        kept[:] = leaks(before, holdings(rig.cluster))
-        return not kept
-
-    with contextlib.suppress(AssertionError):
-        wait_until(nothing_kept, 20.0)
-    return kept
+def no_leaks(rig: Rig, before: Holdings) -> tuple[list[str], Holdings]:
+    """leaks, once what is ending has ended, or after a while all the same; and what is held then."""
+    end = time.monotonic() + 20.0
+    while leaks(before, after := holdings(rig.cluster)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return leaks(before, after), after
 
 
 # ----------------------------------------------------------------------------
@@ -464,8 +459,7 @@ def main() -> int:
             mix(rig, args.minutes, tally)
         seconds = time.monotonic() - began
         rig.settle()
-        kept = no_leaks(rig, before)
-        after = holdings(rig.cluster)
+        kept, after = no_leaks(rig, before)
         faults = [f"wrong answer: {wrong}" for wrong in tally.wrong]
         faults += [f"{count} times: {error}" for error, count in tally.errors.items() if is_fault(error)]
         faults += [f"the coordinator kept {what}" for what in kept]
