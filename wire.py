@@ -629,6 +629,14 @@ class VersionMismatch(BadFrame):
         self.reason = reason
 
 
+class OtherProtocol(BadFrame):
+    """The peer speaks something else: `protocol` is "HTTP", "TLS" or "SSH"."""
+
+    def __init__(self, peer: str, protocol: str):
+        super().__init__(f"{peer}: this looks like {protocol}")
+        self.protocol = protocol
+
+
 class PeerClosed(Exception):
     """The connection ended between two frames, or broke; the message starts with the peer's name and says how."""
 
@@ -651,6 +659,10 @@ class Frame:
 
 Place = Callable[[Frame, int], "memoryview | None"]
 
+# Read as a length, each of these is far above every limit.
+_HTTP = (b"GET ", b"HEAD ", b"POST ", b"PUT ", b"PATCH ", b"DELETE ", b"OPTIONS ", b"CONNECT ", b"PRI * ", b"HTTP/")
+_FIRST_BYTES = {"HTTP": _HTTP, "TLS": (b"\x16\x03",), "SSH": (b"SSH-",)}
+
 
 class Connection:
     """One side of a connected stream socket, which it owns from now on.
@@ -667,6 +679,7 @@ class Connection:
         self._sock = sock
         self._accepted = False
         self._closed = False
+        self._why_closed = "the connection is closed"
         self._send_lock = threading.Lock()
         self._send_key = self._receive_key = None
         self._deadline = None  # of the frame being received: (monotonic end, seconds)
@@ -674,8 +687,9 @@ class Connection:
         self._send_broken = self._receive_broken = False  # a frame was begun and not ended
         self.silence_limit_s = SILENCE_LIMIT_S
         if sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            with contextlib.suppress(OSError):  # macOS refuses when the peer has gone already; recv will say so
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     @property
     def silence_limit_s(self) -> float:
@@ -701,8 +715,14 @@ class Connection:
         """A BadFrame that names the peer, for place() and for checks that only the user of a frame can make."""
         return BadFrame(f"{self.peer}: {reason}")
 
-    def close(self) -> None:
-        """Ends the connection and wakes threads that wait in it. May be called again, from any thread."""
+    def _peer_closed(self, error: OSError | None = None) -> PeerClosed:
+        return PeerClosed(f"{self.peer}: {self._why_closed if self._closed or error is None else error}")
+
+    def close(self, why: str | None = None) -> None:
+        """Ends the connection and wakes threads that wait in it, with `why` in their PeerClosed. May be called again,
+        from any thread."""
+        if why is not None and not self._closed:
+            self._why_closed = why
         self._closed = True
         with contextlib.suppress(OSError):  # the peer may have ended it already
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -729,7 +749,7 @@ class Connection:
             raise ValueError(f"{type} is not sent by a {self.role}")
         with self._send_lock:
             if self._closed or self._send_broken:
-                raise PeerClosed(f"{self.peer}: the connection is closed")
+                raise self._peer_closed()
             envelope["seq"] = self._sent_seq + 1
             data = msgpack.packb(envelope)
             if len(data) > self._map_limit():
@@ -751,7 +771,7 @@ class Connection:
             except TimeoutError:
                 raise PeerSilent(f"{self.peer}: took no byte for {self._silence_limit_s:g} s") from None
             except OSError as error:
-                raise PeerClosed(f"{self.peer}: {error}") from None
+                raise self._peer_closed(error) from None
             self.bytes_sent += sent
             self.last_sent = time.monotonic()
             while views and sent >= len(views[0]):
@@ -811,6 +831,9 @@ class Connection:
         self._receive_into(memoryview(length), between_frames=True)
         nbytes = int.from_bytes(length, "big")
         if not 1 <= nbytes <= self._map_limit():
+            for protocol, beginnings in _FIRST_BYTES.items():
+                if length.startswith(beginnings):
+                    raise OtherProtocol(self.peer, protocol)
             raise self.bad_frame(f"a map of {nbytes} bytes; the limit is {self._map_limit()}")
         data = bytearray(nbytes)
         self._receive_into(memoryview(data))
@@ -883,7 +906,7 @@ class Connection:
         while view:
             count = self._receive_some(view)
             if count == 0 and (between_frames or self._closed):
-                raise PeerClosed(f"{self.peer}: the connection is closed")
+                raise self._peer_closed()
             if count == 0:
                 raise self.bad_frame("the stream ended inside a frame")
             between_frames = False
@@ -899,7 +922,7 @@ class Connection:
                 self._time_left()  # the deadline has the better message
             raise PeerSilent(f"{self.peer}: sent nothing for {self._silence_limit_s:g} s") from None
         except OSError as error:
-            raise PeerClosed(f"{self.peer}: {error}") from None
+            raise self._peer_closed(error) from None
         self.last_received = time.monotonic()
         self.bytes_received += count
         return count
@@ -937,6 +960,7 @@ def _mac(key: bytes, seq: int, data: bytes, buffers: list[memoryview]) -> bytes:
 # ----------------------------------------------------------------------------
 
 _MAX_WAITING_BYTES = 8 * 1024 * 1024  # raw bytes that may wait before put(wait=True) blocks
+_MAX_WAITING_FRAMES = 8192  # frames that may wait before the connection ends; put(wait=True) blocks at half of it
 
 
 class Writer(threading.Thread):
@@ -959,22 +983,29 @@ class Writer(threading.Thread):
     def put(self, type: str, payload: dict, *, raw=None, request_id=None, epoch=None, urgent=False, wait=False) -> None:
         """Queues a frame; raw must stay unchanged until it is sent.
 
-        wait: block while too many bytes wait already (for weights); raises PeerClosed when the connection ends
-        meanwhile. Without it this never blocks, so that a reader can hand frames to another link.
+        wait: block while too much waits already (for weights); raises PeerClosed when the connection ends meanwhile.
+        Without it this never blocks, so that a reader can hand frames to another link; but a peer that asks and asks
+        and does not take the answers loses its connection.
         """
         buffers = _byte_views(raw)
         nbytes = sum(map(len, buffers))
         with self._changed:
+            queue = self._urgent if urgent else self._frames
             if wait:
-                self._changed.wait_for(lambda: self._closed or self._waiting_bytes < _MAX_WAITING_BYTES)
+                self._changed.wait_for(lambda: self._closed or self._has_room(queue))
                 if self._closed:
                     raise PeerClosed(f"{self._connection.peer}: the connection is closed")
             if self._closed:
                 return
-            queue = self._urgent if urgent else self._frames
+            if len(queue) >= _MAX_WAITING_FRAMES:
+                self._connection.close(f"{len(queue)} frames wait, and it does not take them")
+                return
             queue.append((type, payload, buffers, request_id, epoch, nbytes))
             self._waiting_bytes += nbytes
             self._changed.notify_all()
+
+    def _has_room(self, queue: deque) -> bool:
+        return self._waiting_bytes < _MAX_WAITING_BYTES and len(queue) < _MAX_WAITING_FRAMES // 2
 
     def close(self) -> None:
         """Ends the thread; frames that wait are dropped."""

@@ -497,6 +497,18 @@ def test_writer_that_cannot_send_closes_its_connection():
         writer.put("PING", {}, wait=True)
 
 
+def test_writer_gives_up_a_peer_that_asks_and_takes_no_answers(monkeypatch):
+    monkeypatch.setattr(wire, "_MAX_WAITING_FRAMES", 10)
+    with Pair() as pair:
+        writer = wire.Writer(pair.conn, 60.0)  # not started: nothing is taken
+        for _ in range(10):
+            writer.put("PONG", {"busy_ms": 0}, urgent=True)
+        writer.put("PING", {})  # another queue
+        writer.put("PONG", {"busy_ms": 0}, urgent=True)
+        with pytest.raises(PeerClosed, match="10 frames wait, and it does not take them"):
+            pair.conn.recv()
+
+
 def test_writer_holds_back_whoever_waits():
     node, coordinator = linked()
     writer = wire.Writer(coordinator, heartbeat_s=100)
@@ -609,6 +621,32 @@ def test_close_wakes_a_waiting_receiver(begun):
             pair.conn.send("PING", {})
 
 
+def test_closing_with_a_reason_tells_it_to_whoever_waits():
+    with Pair() as pair:
+        receiver = in_thread(pair.conn.recv)
+        while receiver.is_alive() and not pair.conn._receive_broken:
+            time.sleep(0.001)
+        pair.conn.close("no MEASURED in time")
+        pair.conn.close("another reason")
+        assert str(receiver.outcome()) == f"{PEER}: no MEASURED in time"
+        with pytest.raises(PeerClosed, match="no MEASURED in time"):
+            pair.conn.send("PING", {})
+
+
+def test_a_socket_that_takes_no_options_is_still_a_connection():
+    """macOS refuses setsockopt when the peer has gone already; the thread that made the connection must live on."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as peer:
+
+        def refuse(*_):
+            raise OSError(22, "Invalid argument")
+
+        conn = Connection(Wrapped(server.accept()[0], setsockopt=refuse), PEER, "coordinator")
+        peer.close()
+        with pytest.raises(PeerClosed):
+            conn.recv()
+        conn.close()
+
+
 def test_close_wakes_a_waiting_sender():
     with Pair("node") as pair:
         names = {"names": [f"{i}" * 40 for i in range(10_000)]}
@@ -634,6 +672,26 @@ def test_lengths_are_refused_before_memory_is_taken(accepted, limit):
             tracemalloc.stop()
             assert peak < 50_000
             assert pair.conn.bytes_received == 8
+
+
+OTHERS = {
+    "HTTP": [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"OPTIONS * HTTP/1.1\r\n",
+        b"HTTP/1.1 400 Bad Request\r\n",
+        b"PRI * HTTP/2.0\r\n",
+    ],
+    "TLS": [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc"],
+    "SSH": [b"SSH-2.0-OpenSSH_9.6\r\n"],
+}
+
+
+@pytest.mark.parametrize("accepted", [False, True])
+@pytest.mark.parametrize("protocol", OTHERS)
+def test_other_protocols_are_named(protocol, accepted):
+    for data in OTHERS[protocol]:
+        with Pair(accepted=accepted) as pair, pytest.raises(wire.OtherProtocol, match=f"looks like {protocol}$"):
+            pair.give(data).conn.recv()
 
 
 def test_raw_is_refused_before_memory_is_taken():
