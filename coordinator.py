@@ -2637,10 +2637,10 @@ class Checkpoint:
             self.config = qwen.Config.from_checkpoint(self.raw_config)
         except qwen.UnsupportedModel as error:
             raise StartupError(f"{folder / 'config.json'}: {error}") from None
-        self._files = {name: _open_safetensors(folder / name) for name in self._file_names()}
-        self._file_of = {}
-        for file in self._files.values():
-            self._file_of.update(dict.fromkeys(file.keys(), file))
+        self._file_of: dict[str, _TensorFile] = {}
+        for name in self._file_names():
+            file = _TensorFile(folder / name)
+            self._file_of.update(dict.fromkeys(file.tensors.keys(), file))
         self._check()
         self._lock = threading.Lock()
         self._digests: dict[str, bytes] = {}
@@ -2689,7 +2689,7 @@ class Checkpoint:
                 f"missing: {_listed(missing)}; unexpected: {_listed(unexpected)}"
             )
         for name, shape in expected.items():
-            entry = self._file_of[name].get_slice(name)
+            entry = self._file_of[name].tensors.get_slice(name)
             if tuple(entry.get_shape()) != tuple(shape) or entry.get_dtype() not in CHECKPOINT_DTYPES:
                 raise StartupError(
                     f"{self.folder}: {name} is {entry.get_dtype()} {list(entry.get_shape())}, "
@@ -2697,8 +2697,10 @@ class Checkpoint:
                 )
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor in the checkpoint's dtype, a view of the mapped file."""
-        return self._file_of[name].get_tensor(name)
+        """A tensor in the checkpoint's dtype, a view of the mapped file. Raises FileShrunk."""
+        file = self._file_of[name]
+        file.check()
+        return file.tensors.get_tensor(name)
 
     def key(self, stored: qwen.StoredTensor, weights: qwen.WeightFormat) -> str:
         """SHA-256 over a tensor's source bytes and the recipe that makes its stored form: its name in nodes' caches.
@@ -2816,9 +2818,8 @@ class Checkpoint:
         head = quant.Linear(weight, None)
         head.prepare(quant.choose_kernels([shape], head_quant, weights.group_size, weights.dtype, device))
         quant.release_freed_memory()
-        return qwen.Ends(
-            config, weights, self.tensor("model.embed_tokens.weight"), self.tensor("model.norm.weight"), head
-        )
+        embed_tokens = _MappedRows(self._file_of["model.embed_tokens.weight"], "model.embed_tokens.weight")
+        return qwen.Ends(config, weights, embed_tokens, self.tensor("model.norm.weight").clone(), head)
 
 
 class _CalibratedLinear:
@@ -2839,11 +2840,42 @@ class _CalibratedLinear:
         return y if self.bias is None else y + self.bias
 
 
-def _open_safetensors(path: Path):
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise StartupError(f"{path}: not a complete safetensors file ({error}); download it again") from None
+class FileShrunk(ValueError):
+    """A file of the model has become shorter since it was opened; the message names it and says what to do."""
+
+
+class _TensorFile:
+    """A memory-mapped safetensors file (`tensors`) and how long it was when its header was checked."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            self._file = path.open("rb")  # the mapped file itself, whatever its name stands for later
+            self._nbytes = os.fstat(self._file.fileno()).st_size
+            self.tensors = safe_open(path, framework="pt", device="cpu")
+        except (SafetensorError, OSError) as error:
+            raise StartupError(f"{path}: not a complete safetensors file ({error}); download it again") from None
+
+    def check(self) -> None:
+        """To be called before the file is read: whoever reads mapped bytes that are gone is ended by a SIGBUS."""
+        nbytes = os.fstat(self._file.fileno()).st_size
+        if nbytes < self._nbytes:
+            raise FileShrunk(
+                f"{self.path}: had {self._nbytes} bytes and has {nbytes} now, while it is in use; "
+                "put the whole file there and start the coordinator again"
+            )
+
+
+class _MappedRows:
+    """A tensor whose rows are read from the mapped file whenever they are asked for."""
+
+    def __init__(self, file: _TensorFile, name: str):
+        self._file = file
+        self._tensor = file.tensors.get_tensor(name)
+
+    def __getitem__(self, rows: torch.Tensor) -> torch.Tensor:
+        self._file.check()
+        return self._tensor[rows]
 
 
 def _listed(names: list[str]) -> str:
@@ -2863,12 +2895,45 @@ def _listed(names: list[str]) -> str:
 HEARTBEAT_S = 2.0
 OLD_LINK_ANSWER_S = 2.0  # how long a link may stay silent before a newcomer of the same id replaces it
 GROW_LIMIT_S = 60.0  # how long a plan that lost nodes waits for an idle moment to spread over those that are back
-MAX_STRANGERS = 64  # connections that have not said HELLO yet
+MAX_STRANGERS = 64  # connections that are no nodes yet
+REFUSALS_LOGGED, REFUSALS_PERIOD_S = 5, 10.0  # so many refused connections have a line of their own in such a time
+NO_PASS = 0  # request_id of an INFERENCE_ERROR about CLEAR_CACHE or COPY_CACHE; passes count from 1
 LINK_PINGS = 5  # of a node that has just measured and is idle; their median is the link's time in a plan
 TIMED_PASSES = 64  # the measured times are medians over so many of the last passes
 # A node that still answers PING but not what it was asked is given up, and may join again.
 ANSWER_LIMIT_S = {"MEASURED": 60.0, "WEIGHTS_WANTED": 120.0, "LOAD_COMPLETE": 300.0, "HIDDEN_STATE": 120.0}
 SLOWEST_CACHE = 20e6  # bytes per second at which a node reads its cached weights, at least
+
+
+class RefusalLog:
+    """Says why connections did not become nodes: the first of a period one by one, the others as their number."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._period_start = float("-inf")
+        self._count = 0
+
+    def add(self, peer: str, why: str, now: float) -> None:
+        """One more refused connection at `now` (seconds of time.monotonic)."""
+        with self._lock:
+            self._end_period(now)
+            self._count += 1
+            if self._count <= REFUSALS_LOGGED:
+                log.warning("a connection from %s did not become a node: %s", peer, why)
+
+    def flush(self, now: float) -> None:
+        """To be called now and then, so that the number is told even when nobody comes any more."""
+        with self._lock:
+            self._end_period(now)
+
+    def _end_period(self, now: float) -> None:
+        seconds = now - self._period_start
+        if seconds < REFUSALS_PERIOD_S:
+            return
+        if self._count > REFUSALS_LOGGED:
+            more = self._count - REFUSALS_LOGGED
+            log.warning("and %d more connections did not become nodes in the last %.0f s", more, seconds)
+        self._period_start, self._count = now, 0
 
 
 class NodeLink:
@@ -2880,6 +2945,8 @@ class NodeLink:
         self.writer = wire.Writer(connection, HEARTBEAT_S)
         # (epoch, names) from WEIGHTS_WANTED, (epoch, None) when the stage is loaded, None when the link is gone
         self.wanted: queue.Queue = queue.Queue()
+        self.dropped_frames = 0  # of plans that are gone
+        self.cache_changes = 0  # CLEAR_CACHE and COPY_CACHE sent, of which it has not said that they failed
         self.rtt_ms = 0.0  # of a PING, the median of the last ones
         self.pinged_at: float | None = None
         self._pings_left = 0
@@ -2937,6 +3004,7 @@ class Pass:
     started_at: float = field(default_factory=time.monotonic)
     # One token that has found every stage so far idle: what it takes can be compared with what was predicted.
     is_timed: bool = True
+    not_finite: str | None = None  # the first node whose hidden states were no finite numbers
 
 
 class TimedPasses:
@@ -3011,6 +3079,7 @@ class Pipeline:
     def control(self, type: str, payload: dict) -> None:
         """CLEAR_CACHE or COPY_CACHE to all stages, in order with the passes."""
         for link in self.links:
+            link.cache_changes += 1
             link.writer.put(type, payload, epoch=self.epoch)
 
     def _run(self, request: Pass, raw) -> None:
@@ -3055,7 +3124,13 @@ class Pipeline:
         link.pass_ms = ms if link.pass_ms is None else 0.9 * link.pass_ms + 0.1 * ms
         if request.is_timed:
             self.times.add_stage(request.stage, ms, frame.payload["compute_ms"])
-        if request.stage < len(self.links) - 1:
+        last = request.stage == len(self.links) - 1
+        raw = b"" if frame.raw is None else frame.raw
+        rows = request.kept_rows if last else len(request.slots)
+        hidden_states = wire.unpack_hidden_states(raw, rows, self.hidden_size, self.wire_dtype)
+        if request.not_finite is None and not torch.isfinite(hidden_states).all():
+            request.not_finite = link.node_id
+        if not last:
             request.stage += 1
             self._run(request, frame.raw)
             return
@@ -3063,16 +3138,15 @@ class Pipeline:
             self.times.add_token((link.answered_at - request.started_at) * 1e3)
         with self._lock:
             del self._passes[request.request_id]
-        raw = b"" if frame.raw is None else frame.raw
-        self._deliver(
-            request, wire.unpack_hidden_states(raw, request.kept_rows, self.hidden_size, self.wire_dtype), None
-        )
+        self._deliver(request, hidden_states, None)
 
     def on_inference_error(self, link: NodeLink, frame: wire.Frame) -> None:
         with self._lock:
             request = self._passes.get(frame.request_id)
-            if request is not None and self.links[request.stage] is not link:
+            of_cache = request is None and frame.request_id == NO_PASS and link.cache_changes > 0
+            if not of_cache and (request is None or self.links[request.stage] is not link):
                 raise link.connection.bad_frame(f"INFERENCE_ERROR for pass {frame.request_id}, which it does not hold")
+            link.cache_changes -= of_cache
             self._passes.pop(frame.request_id, None)
         reason = f"node {link.node_id}: {frame.payload['code']}: {frame.payload['message']}"
         log.error("%s", reason)
@@ -3105,8 +3179,8 @@ class ModelOnWire:
 class Controller:
     """Keeps the cluster: accepts nodes, has them measure, makes plans, sends weights, and tells the engine.
 
-    Thread rule: `_changed` (a Condition) guards `cluster` and `pipeline`. Readers, loaders and the planning thread take
-    it for moments only; nothing is sent or computed while it is held.
+    Thread rule: `_changed` (a Condition) guards `cluster`, `pipeline` and `_strangers`. Readers, loaders and the
+    planning thread take it for moments only; nothing is sent or computed while it is held.
     """
 
     def __init__(self, checkpoint: Checkpoint, model: ModelOnWire, cluster: ClusterState, key: bytes | None):
@@ -3120,11 +3194,13 @@ class Controller:
         self.deliver: Callable = lambda request, hidden_states, error: None
         self.is_idle: Callable[[], bool] = lambda: True
         self.why_no_plan = ""
+        self.api_port: int | None = None  # for whoever mistakes the node port for it
         self._may_measure = False
         self._cores = torch.get_num_threads()
         self._could_grow_since: float | None = None
         self._changed = threading.Condition()
-        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._strangers: dict[wire.Connection, str] = {}  # connections that are no nodes yet, oldest first, and whence
+        self._refusals = RefusalLog()
         self._stopping = False
         self._server: socket.socket | None = None
         self._bar = None
@@ -3171,30 +3247,60 @@ class Controller:
             except OSError as error:
                 if self._stopping:
                     return
-                log.error("the node port could not accept a connection: %s", error)
+                self._refusals.add("somewhere", f"it could not be accepted: {error}", time.monotonic())
                 time.sleep(0.1)  # out of file descriptors, most likely: let some connections end
                 continue
             peer = f"[{address[0]}]:{address[1]}" if ":" in address[0] else f"{address[0]}:{address[1]}"
-            if not self._strangers.acquire(blocking=False):
-                log.warning("%s: too many connections have not said HELLO; closed", peer)
-                sock.close()
-                continue
-            threading.Thread(
-                target=self._serve_link, args=(sock, peer, address[0]), name=f"link {peer}", daemon=True
-            ).start()
+            self.welcome(sock, peer, address[0])
 
     # -- one connection (its own thread) -------------------------------------------------------------------------------
 
-    def _serve_link(self, sock: socket.socket, peer: str, host: str) -> None:
+    def welcome(self, sock: socket.socket, peer: str, host: str) -> None:
+        """Takes a new connection, which becomes a node or is refused, in a thread of its own.
+
+        Nobody can keep nodes out by connecting and saying nothing: above MAX_STRANGERS the oldest connection of the
+        address that has most has to go.
+        """
         connection = wire.Connection(sock, peer, "coordinator")
+        with self._changed:
+            evicted = self._evicted_stranger()
+            self._strangers[connection] = host
+        if evicted is not None:
+            evicted.close("it has not become a node yet and made room for a newer connection")
+        try:
+            args = (connection, peer, host)
+            threading.Thread(target=self._serve_link, args=args, name=f"link {peer}", daemon=True).start()
+        except RuntimeError as error:  # the system has no more threads; the accepting one must not end with it
+            log.error("%s: no thread to serve this connection: %s", peer, error)
+            self._no_stranger(connection)
+            connection.close()
+
+    def _evicted_stranger(self) -> wire.Connection | None:
+        """(`_changed` held) Takes one out when there is no room for another."""
+        if len(self._strangers) < MAX_STRANGERS:
+            return None
+        hosts = list(self._strangers.values())
+        busiest = max(hosts, key=hosts.count)
+        oldest = next(connection for connection, host in self._strangers.items() if host == busiest)
+        del self._strangers[oldest]
+        return oldest
+
+    def _no_stranger(self, connection: wire.Connection) -> None:
+        with self._changed:
+            self._strangers.pop(connection, None)
+
+    def _serve_link(self, connection: wire.Connection, peer: str, host: str) -> None:
         try:
             hello = wire.coordinator_handshake(connection, self.key, HEARTBEAT_S, self._admit)
         except (wire.BadFrame, wire.PeerClosed, wire.PeerSilent, wire.Refused) as error:
-            log.warning("a connection from %s did not become a node: %s", peer, error)
+            hint = ""
+            if isinstance(error, wire.OtherProtocol) and self.api_port is not None:
+                hint = f"; this is the node port, the HTTP API is on port {self.api_port}"
+            self._refusals.add(peer, f"{error}{hint}", time.monotonic())
             connection.close()
             return
         finally:
-            self._strangers.release()
+            self._no_stranger(connection)
         connection.peer = f"{hello['node_id']} ({peer})"
         link = NodeLink(connection, hello["node_id"])
         node = NodeRecord(hello["node_id"], hello, host, link)
@@ -3215,7 +3321,7 @@ class Controller:
             "PONG": lambda frame: self._on_pong(node),
             "ERROR": lambda frame: self._on_error(link, frame),
             "MEASURED": lambda frame: self._on_measured(node, frame),
-            "WEIGHTS_WANTED": lambda frame: self._on_weights_wanted(node, frame),
+            "WEIGHTS_WANTED": lambda frame: self._on_weights_wanted(link, frame),
             "LOAD_COMPLETE": lambda frame: self._on_load_complete(node, frame),
             "LOAD_FAILED": lambda frame: self._on_load_failed(node, frame),
             "HIDDEN_STATE": lambda frame: self._on_hidden_state(link, frame),
@@ -3228,6 +3334,8 @@ class Controller:
                 frame = link.connection.recv(lambda frame, nbytes: self._place(link, frame, nbytes))
                 if self._is_current(link, frame):
                     handlers[frame.type](frame)
+                else:
+                    link.dropped_frames += 1
         except (wire.BadFrame, wire.PeerClosed, wire.PeerSilent) as error:
             why = str(error)
         finally:
@@ -3277,15 +3385,30 @@ class Controller:
     def _on_error(self, link: NodeLink, frame: wire.Frame) -> None:
         raise link.connection.bad_frame(f"it gives up: {frame.payload['code']}: {frame.payload['message']}")
 
+    def _take_answer(self, link: NodeLink, frame: wire.Frame, or_of: str | None = None) -> bool:
+        """(`_changed` held) Notes that what a node owed has come; False: its plan is gone. BadFrame: it was not asked.
+
+        or_of: another message that this one may come in place of.
+        """
+        if not self._is_current(link, frame):
+            return False
+        if link.awaited is None or link.awaited[0] not in (frame.type, or_of) or link.awaited[2] not in (None, frame.epoch):
+            raise link.connection.bad_frame(f"{frame.type}, which it was not asked for")
+        link.awaited = None
+        return True
+
     def _on_measured(self, node: NodeRecord, frame: wire.Frame) -> None:
         payload = frame.payload
+        with self._changed:
+            if not node.link.measuring or node.link.measured is not None:
+                raise node.link.connection.bad_frame("MEASURED, which it was not asked for")
+            node.link.measured = payload
         log.info(
             "node %s: %.2f ms per layer and token, kernels %s",
             node.node_id,
             payload["layer_ms"]["1"],
             kernels_in_words(payload["kernels"]),
         )
-        node.link.measured = payload
         node.link.ping(LINK_PINGS)  # now that it is idle: what a message there and back takes
 
     def _on_pong(self, node: NodeRecord) -> None:
@@ -3297,17 +3420,16 @@ class Controller:
             link.awaited = None
             self._changed.notify_all()
 
-    def _on_weights_wanted(self, node: NodeRecord, frame: wire.Frame) -> None:
-        if node.state is not NodeState.LOADING:
-            raise node.link.connection.bad_frame("WEIGHTS_WANTED, but it is not loading")
-        node.link.awaited = None
-        node.link.wanted.put((frame.epoch, frame.payload["names"]))
+    def _on_weights_wanted(self, link: NodeLink, frame: wire.Frame) -> None:
+        with self._changed:
+            # again, instead of LOAD_COMPLETE, for what the node has found damaged in its cache
+            if self._take_answer(link, frame, "LOAD_COMPLETE"):
+                link.wanted.put((frame.epoch, frame.payload["names"]))
 
     def _on_load_complete(self, node: NodeRecord, frame: wire.Frame) -> None:
         with self._changed:
-            if node.state is not NodeState.LOADING:
-                raise node.link.connection.bad_frame("LOAD_COMPLETE, but it is not loading")
-            node.link.awaited = None
+            if not self._take_answer(node.link, frame):
+                return
             self.cluster.move(node, NodeState.READY, _loaded_in_words(frame.payload))
             node.link.wanted.put((frame.epoch, None))
             ready, pipeline, plan = self.cluster.is_ready, self.pipeline, self.cluster.plan
@@ -3318,11 +3440,13 @@ class Controller:
 
     def _on_load_failed(self, node: NodeRecord, frame: wire.Frame) -> None:
         reason = frame.payload["reason"]
-        log.error("node %s could not load: %s", node.node_id, reason)
         with self._changed:
+            if not self._is_current(node.link, frame):
+                return
             if node.state is not NodeState.LOADING:
                 raise node.link.connection.bad_frame("LOAD_FAILED, but it is not loading")
             node.link.awaited = None
+            log.error("node %s could not load: %s", node.node_id, reason)
             self.cluster.load_failed(node, reason, frame.payload["have_bytes"], time.monotonic())
             self.pipeline = None
             self._changed.notify_all()
@@ -3371,9 +3495,10 @@ class Controller:
             grown = self._grown_plan(time.monotonic()) if planned is None else None
             if planned is None and grown is None and not to_measure and not self._stopping:
                 self._changed.wait(timeout=1.0)
+        self._refusals.flush(time.monotonic())
         for link, what in late:
             log.error("node %s: no %s in time; its connection is closed", link.node_id, what)
-            link.connection.close()
+            link.connection.close(f"no {what} in time")
         for node in to_measure:
             self._ask_to_measure(node)
         if grown is not None:
@@ -3457,7 +3582,7 @@ class Controller:
         with self._changed:
             devices = {node.node_id: node.hello["selected_device"] for node in self.cluster.nodes.values()}
             offers = self.cluster.offers()
-        log.info("epoch %d, plan:\n%s", plan.epoch, plan_table(plan, devices))
+        log.info("epoch %d, plan:\n%s", plan.epoch, plan_table(plan, devices), extra={"own_lines": True})
         self._compare(plan, offers)
         self._close_bar()
         stored = [
@@ -3704,6 +3829,7 @@ def _describe_node(node: NodeRecord, stage: StagePlan | None, times: MeasuredTim
         "bytes_sent": link.connection.bytes_sent,
         "bytes_received": link.connection.bytes_received,
         "last_seen_s": now - link.connection.last_received,
+        "dropped_frames": link.dropped_frames,
         "last_error": node.load_error,
     }
 
@@ -4046,9 +4172,12 @@ class Engine:
         """A bug of ours ends the requests that are running with an error; the thread goes on and serves the others."""
         try:
             action()
+        except FileShrunk as error:
+            log.error("%s", error)
+            self._fail_running(ApiError(500, str(error), "server_error"))
         except Exception:
             log.exception("the engine failed")
-            self._fail_running()
+            self._fail_running(ApiError.internal())
 
     def _arrivals(self) -> list:
         """Waits for something in the inbox; returns all that is there, so that the next passes are chosen knowing it."""
@@ -4140,7 +4269,7 @@ class Engine:
         for row in rows:
             if row.slot.in_flight == 0:
                 row.slot.settled = len(row.slot.tokens)
-        self._use_rows(rows, hidden_states)
+        self._use_rows(rows, hidden_states, request.not_finite)
         if step.is_alone and self.passes_sent == request.request_id and request.kind == "RUN_DECODE":
             now = time.monotonic()
             self.step_times.add(len(request.slots), now - step.sent_at, now)
@@ -4151,12 +4280,12 @@ class Engine:
             sequence.generation.put(ApiError.not_ready(reason))
         self.waiting.clear()
 
-    def _fail_running(self) -> None:
-        """Ends every request that is in a slot with a 500. Passes on their way come back and are counted as ever."""
+    def _fail_running(self, error: ApiError) -> None:
+        """Ends every request that is in a slot with an error. Passes on their way come back and are counted as ever."""
         for slot in self.slots:
             slot.tokens, slot.settled = [], 0
             if slot.sequence is not None:
-                self._fail(slot.sequence, ApiError.internal())
+                self._fail(slot.sequence, error)
 
     def _give_up_after_outage(self) -> None:
         if not self.waiting or self.outage_since is None or time.monotonic() - self.outage_since < OUTAGE_LIMIT_S:
@@ -4261,10 +4390,11 @@ class Engine:
         self._send("RUN_PREFILL", [Row(sequence, sequence.sent, stop, stop == sequence.length, sequence.slot)])
 
     def _send(self, kind: str, rows: list[Row]) -> None:
-        token_ids, slots, positions = [], [], []
-        for row in rows:
-            ids = row.sequence.ids[row.start : row.stop] + row.drafts
-            token_ids += ids
+        row_ids = [row.sequence.ids[row.start : row.stop] + row.drafts for row in rows]
+        token_ids = [token_id for ids in row_ids for token_id in ids]
+        embedded = self.ends.embed(token_ids)  # first, since it may fail
+        slots, positions = [], []
+        for row, ids in zip(rows, row_ids):
             slots += [row.sequence.slot.index] * len(ids)
             positions += range(row.start, row.start + len(ids))
             row.slot.tokens += ids
@@ -4277,13 +4407,13 @@ class Engine:
             keep = 1 + max(len(row.drafts) for row in rows) if rows[-1].is_last else 0
             kept_rows = sum(1 + len(row.drafts) for row in rows) if keep else 0
         step = Step(self.pipeline, rows, time.monotonic(), not self.in_flight)
-        request = self.pipeline.send(kind, self.ends.embed(token_ids), slots, positions, keep, kept_rows, step)
+        request = self.pipeline.send(kind, embedded, slots, positions, keep, kept_rows, step)
         self.in_flight[request.request_id] = kind
         self.passes_sent = request.request_id
 
     # -- results -------------------------------------------------------------------------------------------------------
 
-    def _use_rows(self, rows: list[Row], hidden_states: torch.Tensor) -> None:
+    def _use_rows(self, rows: list[Row], hidden_states: torch.Tensor, not_finite: str | None) -> None:
         """Samples the next token of every sequence in a pass that came back."""
         if all(row.sequence.slot is None for row in rows):
             return  # cancelled meanwhile
@@ -4291,7 +4421,7 @@ class Engine:
             try:
                 self._collect_prompt_logprobs(rows[0], hidden_states)
             except FloatingPointError as error:
-                self._fail_not_finite(rows[0].sequence, error)
+                self._fail_not_finite(rows[0].sequence, error, not_finite)
                 return
             hidden_states = hidden_states[-1:]
         if not rows[-1].is_last:
@@ -4301,10 +4431,10 @@ class Engine:
         for row in rows:
             stop = start + 1 + len(row.drafts)
             if row.sequence.slot is not None:
-                self._use_logits(row, logits[start:stop])
+                self._use_logits(row, logits[start:stop], not_finite)
             start = stop
 
-    def _use_logits(self, row: Row, logits: torch.Tensor) -> None:
+    def _use_logits(self, row: Row, logits: torch.Tensor, not_finite: str | None) -> None:
         """Draws the next token of one sequence, and one more after every draft that was right. logits [1 + drafts, V]."""
         sequence = row.sequence
         if not sequence.output_ids:
@@ -4317,7 +4447,7 @@ class Engine:
             try:
                 token_id, logprob = sequence.sampler.sample(position_logits)
             except FloatingPointError as error:
-                self._fail_not_finite(sequence, error)
+                self._fail_not_finite(sequence, error, not_finite)
                 return
             self._use_token(sequence, token_id, logprob)
             self.accepted_drafts += token_id == draft
@@ -4329,10 +4459,10 @@ class Engine:
         del row.slot.tokens[sequence.sent :]  # what wrong drafts have left there is written over
         row.slot.settled = min(row.slot.settled, sequence.sent)
 
-    def _fail_not_finite(self, sequence: Sequence, error: FloatingPointError) -> None:
+    def _fail_not_finite(self, sequence: Sequence, error: FloatingPointError, node_id: str | None) -> None:
         sequence.slot.tokens, sequence.slot.settled = [], 0  # the caches may hold what made it so
-        stages = ", ".join(link.node_id for link in self.pipeline.links)
-        reason = f"The model's output is not finite ({error}); nodes: {stages}"
+        source = f"first seen in what node {node_id} sent" if node_id else "the nodes sent finite numbers"
+        reason = f"The model's output is not finite ({error}); {source}"
         self._fail(sequence, ApiError(500, reason, "server_error"))
 
     def _use_token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
@@ -6297,9 +6427,21 @@ FLAGS = (
             "help": "guess text that repeats and have several tokens checked at once; the answers stay the same (on)",
         },
     ),
-    ("--token", {"help": "secret that nodes must know; better in TRUECLUSTER_TOKEN or --token-file"}),
+    (
+        "--token",
+        {
+            "help": "secret that nodes must know; other users of this machine can read it there, so better in "
+            "TRUECLUSTER_TOKEN or --token-file"
+        },
+    ),
     ("--token-file", {"help": "a file that holds the secret"}),
-    ("--api-key", {"help": "key that HTTP clients must send (or TRUECLUSTER_API_KEY)"}),
+    (
+        "--api-key",
+        {
+            "help": "key that HTTP clients must send; other users of this machine can read it there, so better in "
+            "TRUECLUSTER_API_KEY"
+        },
+    ),
     (
         "--allowed-origin",
         {"action": "append", "default": [], "help": "web origin that may call the API; may be repeated"},
@@ -6338,6 +6480,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         raise StartupError(f"--min-nodes {args.min_nodes} is more than the {required} nodes that are used")
     args.required_nodes = required
     args.token = read_secret(args.token, args.token_file, "TRUECLUSTER_TOKEN")
+    if args.api_key == "":
+        raise StartupError("--api-key: is empty")
     args.api_key = args.api_key or os.environ.get("TRUECLUSTER_API_KEY") or None
     return args
 
@@ -6346,6 +6490,8 @@ def read_secret(value: str | None, path: str | None, variable: str) -> str | Non
     """A flag's value, else a file's content, else an environment variable; None when there is none."""
     if value and path:
         raise StartupError("give --token or --token-file, not both")
+    if value == "":  # of a shell variable that is not set: whoever wrote the flag wants no open port
+        raise StartupError("--token: is empty")
     if path:
         try:
             value = Path(path).read_text(encoding="utf-8").strip()
@@ -6357,11 +6503,12 @@ def read_secret(value: str | None, path: str | None, variable: str) -> str | Non
 
 
 class OneLineFormatter(logging.Formatter):
-    """Control characters are escaped, so that nothing a peer sends can forge a log line. Plans keep their lines."""
+    """Control characters are escaped, so that nothing a peer sends can forge a log line. Plans keep their lines:
+    their record has the attribute `own_lines`."""
 
     def format(self, record: logging.LogRecord) -> str:
         lines = super().format(record).split("\n")
-        if record.exc_info is None and "plan:" not in lines[0]:
+        if record.exc_info is None and not hasattr(record, "own_lines"):
             lines = ["\\n".join(lines)]
         return "\n".join(
             "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line) for line in lines
@@ -6578,13 +6725,17 @@ class Coordinator:
         )
         service = ClusterService(model, self.controller, self.engine)
         self.server = HttpServer(args.api_host, args.api_port, service, args.api_key, args.allowed_origin)
+        self.controller.api_port = self.server.port
         self.controller.start()
         self.server.start()
         self._print_addresses(node_port)
         self.engine.start(model.checkpoint.ends(model.weights))
-        model.checkpoint.hash_tensors()
-        if args.quant == "int4":
-            model.checkpoint.calibrate(model.tokenizer.encode(CALIBRATION_TEXT, parse_special=False))
+        try:
+            model.checkpoint.hash_tensors()
+            if args.quant == "int4":
+                model.checkpoint.calibrate(model.tokenizer.encode(CALIBRATION_TEXT, parse_special=False))
+        except FileShrunk as error:
+            raise StartupError(str(error)) from None
         self.controller.allow_measuring()
 
     def _print_addresses(self, node_port: int) -> None:

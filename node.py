@@ -67,6 +67,7 @@ MEASURED_ROWS = (1, 8, 64)
 MEASURE_ROUNDS, MEASURE_SECONDS = 20, 0.25  # per number of rows: at most so often, and for so long
 MAX_WAITING_PASSES = 256
 KEEP_LAYERS_S = 300.0  # a node without a coordinator keeps its layers in memory for so long
+MAX_WAITING_JOBS = wire.MAX_TENSORS + 4096  # all tensors of an assignment may have arrived at once
 NO_PASS = 0  # request_id of an INFERENCE_ERROR that concerns no pass; passes count from 1
 GIB = 1 << 30
 
@@ -657,6 +658,13 @@ def neighbours_choices(model: tuple, kernels: dict) -> tuple | None:
     if second is not None:
         choices[1] = quant.neighbours_choice(*model, kernels["few"], second["many"], second["threshold"])
     return None if choices[0] is None or (second and choices[1] is None) else tuple(choices)
+def measuring_bytes(config: qwen.Config, weights: qwen.WeightFormat, device_type: str) -> int:
+    """What one layer and the largest pass that it is measured with take at least."""
+    values_per_row = sum(
+        out_features + in_features for out_features, in_features in qwen.linear_shapes(config).values()
+    )
+    activations = 4 * max(MEASURED_ROWS) * values_per_row
+    return qwen.layer_weight_bytes(config, 0, weights, device_type) + activations
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -731,7 +739,9 @@ class Session:
 
     def submit(self, job: Callable[[], None]) -> None:
         """Has the worker run a job, unless the connection has ended by then. A bug in a job ends the connection, not the
-        worker: the node joins again."""
+        worker: the node joins again. BadFrame when too many jobs wait."""
+        if self.worker.jobs.qsize() >= MAX_WAITING_JOBS:
+            raise self.bad(f"more than {MAX_WAITING_JOBS} requests are waiting")
 
         def guarded():
             if self.closed.is_set():
@@ -779,7 +789,10 @@ class Session:
             )
         if rows > max(assignment.max_context, assignment.slots):
             raise self.bad(f"{rows} rows in one pass; max_context is {assignment.max_context}")
-        return memoryview(bytearray(nbytes))
+        try:
+            return memoryview(bytearray(nbytes))
+        except MemoryError:  # of an assignment that could not be loaded either
+            raise self.bad(f"no memory for {nbytes} bytes of hidden states") from None
 
     def _place_chunk(self, payload: dict, nbytes: int) -> memoryview:
         name = payload["tensor_name"]
@@ -799,18 +812,23 @@ class Session:
         self.writer.put("PONG", {"busy_ms": self.worker.busy_ms}, urgent=True)
 
     def on_error(self, frame: wire.Frame) -> None:
-        log.error("coordinator: %s: %s", frame.payload["code"], frame.payload["message"])
+        raise self.bad(f"it gives up: {frame.payload['code']}: {frame.payload['message']}")
 
     def on_measure(self, frame: wire.Frame) -> None:
         payload = frame.payload
+        weights = qwen.WeightFormat(payload["quant"], payload["group_size"], payload["compute_dtype"])
         try:
             config = qwen.Config.from_wire(payload["config"])
+            need = measuring_bytes(config, weights, self.worker.device.type)
         except ValueError as error:
             raise self.bad(f"MEASURE: {error}") from None
-        weights = qwen.WeightFormat(payload["quant"], payload["group_size"], payload["compute_dtype"])
 
         def measure():
+            device = self.worker.device
+            have = free_memory_bytes(device)
             try:
+                if have is not None and need > have:  # some systems promise any amount and kill who uses it
+                    raise MemoryError(f"one layer needs {gib(need)}, {device} has {gib(have)}")
                 self.writer.put("MEASURED", self.worker.measure(config, weights, payload["kernels"]))
             except (RuntimeError, MemoryError) as error:
                 log.error("measuring failed: %s", error)
@@ -848,18 +866,21 @@ class Session:
             return
         try:
             self.worker.kernel_choice(assignment.config, assignment.weights)
-            self.worker.stage = qwen.Stage(
+            stage = qwen.Stage(
                 assignment.config, assignment.start, assignment.end, assignment.weights,
                 assignment.slots, assignment.max_context, self.worker.device, kept,
             )  # fmt: skip
             arrivals = {
                 name: self._arrival(place)
-                for layer in self.worker.stage.layers.values()
+                for layer in stage.layers.values()
                 for name, place in layer.destinations.items()
             }
         except (RuntimeError, MemoryError) as error:
             self._load_failed(assignment, error)
             return
+        if self._is_stale(assignment):  # a newer one came meanwhile; its own _allocate follows
+            return
+        self.worker.stage = stage
         self._start_sources(assignment, arrivals)
 
     def _start_sources(self, assignment: Assignment, arrivals: dict[str, Arrival]) -> None:
@@ -986,6 +1007,9 @@ class Session:
             damaged, loading.damaged = loading.damaged, {}
             loading.open_sources = {NETWORK}
             self._ask_for(assignment, damaged)
+            return
+        if any(loading.missing.values()):  # the coordinator has ended before this node had said what it wants
+            self._load_failed(assignment, ValueError("WEIGHTS_COMPLETE came before the weights"))
             return
         self._report_loaded(assignment, stage)
 
@@ -1165,6 +1189,13 @@ def connect_hint(error: OSError) -> str:
 def weight_cache(work_dir: str, cache_gb: float, key: bytes | None = None) -> WeightCache:
     """The cache under --work-dir; key is what the token makes (wire.token_key)."""
     return WeightCache(Path(work_dir).expanduser() / "weights", int(cache_gb * GIB), key or b"")
+def handshake_hint(error: Exception) -> str:
+    """What to check when something took the connection and did not speak as a coordinator does."""
+    if isinstance(error, wire.OtherProtocol):
+        return "; --port must be the coordinator's --node-port, not the port of its HTTP API or of another program"
+    if isinstance(error, wire.PeerSilent):
+        return "; something listens there and does not answer: is --port the coordinator's --node-port?"
+    return ""
 
 
 class Node:
@@ -1233,7 +1264,7 @@ class Node:
                     return EXIT_REFUSED
                 what = f"refused for now: {refusal.message}"
             except (wire.PeerClosed, wire.PeerSilent, wire.BadFrame) as error:
-                what = str(error)
+                what = f"{error}{'' if self.joined_at else handshake_hint(error)}"
             except OSError as error:
                 what = f"cannot reach {self.host} port {self.port}: {connect_hint(error)}"
             now = time.monotonic()
@@ -1286,6 +1317,8 @@ def read_token(token: str | None, token_file: str | None) -> str | None:
     """--token, else --token-file, else the environment's TRUECLUSTER_TOKEN; None means no token."""
     if token and token_file:
         raise UsageError("give --token or --token-file, not both")
+    if token == "":  # of a shell variable that is not set
+        raise UsageError("--token is empty")
     if token_file:
         try:
             token = Path(token_file).read_text().strip()
@@ -1313,7 +1346,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--forget", action="store_true", help="delete the weights cached under --work-dir, and end")
     parser.add_argument("--max-memory-gb", type=float, help="use at most so many GiB (default: what is free)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
-    parser.add_argument("--token", help="the cluster's secret; better in TRUECLUSTER_TOKEN or --token-file")
+    parser.add_argument(
+        "--token",
+        help="the cluster's secret; other users of this machine can read it there, so better in TRUECLUSTER_TOKEN or "
+        "--token-file",
+    )
     parser.add_argument("--token-file", help="a file that holds the cluster's secret")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)  # set by --local-nodes

@@ -9,15 +9,22 @@ import re
 import socket
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
 
 import openai
 import pytest
 import torch
 from cluster import ROOT, TINY_CHAT, Cluster, Program, environment, wait_until
 from slow_node import SLOW_MS
+from test_wire import HELLO
 
 import coordinator
+import node
 import qwen
+import wire
 
 
 def train_script():
@@ -397,14 +404,43 @@ def test_a_node_with_too_little_memory_is_told_what_is_missing():
 
 
 def test_a_token_on_both_sides_lets_nodes_in():
-    env = {"TRUECLUSTER_TOKEN": "open sesame"}
+    secrets = {"TRUECLUSTER_TOKEN": "open sesame", "TRUECLUSTER_API_KEY": "sk-of-the-cave"}
     flags = ["--local-nodes", "1", "--node-port", "0", "--api-port", "0", "--api-host", "127.0.0.1"]
-    program = Program([sys.executable, str(ROOT / "coordinator.py"), *flags], env=environment(**env))
+    program = Program([sys.executable, str(ROOT / "coordinator.py"), *flags], env=environment(**secrets))
     try:
+        ports = program.wait_for(r"HTTP API on .* port (\d+), node port (\d+)")
         program.wait_for("^curl http")
-        assert "open sesame" not in program.output and "node port is open" not in program.output
+        with socket.create_connection(("127.0.0.1", int(ports[2]))) as sock:
+            link = wire.Connection(sock, "coordinator", "node")
+            with pytest.raises(wire.Refused, match="different tokens"):
+                wire.node_handshake(link, HELLO, wire.token_key("open sesam"))
+        seen = [f"{program.wait_for('did not become a node: .*')[0]}"]
+        for path, key in [("/status", "sk-of-the-cave"), ("/metrics", "sk-of-the-cave"), ("/status", "sk-of-the-cavE")]:
+            request = urllib.request.Request(f"http://127.0.0.1:{ports[1]}{path}")
+            request.add_header("Authorization", f"Bearer {key}")
+            try:
+                with urllib.request.urlopen(request, timeout=60) as response:
+                    seen.append(response.read().decode())
+            except urllib.error.HTTPError as refused:
+                with refused:
+                    assert refused.code == 401 and key.endswith("cavE")
+                    seen.append(f"{refused.headers} {refused.read().decode()}")
+        children = Path(f"/proc/{program.process.pid}/task/{program.process.pid}/children")
+        if children.exists():  # Linux: what any user of the machine can read of the processes
+            commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children.read_text().split()]
+            assert any("node.py" in command for command in commands)
+            seen += commands
+        for text in [*seen, program.output]:
+            assert not any(secret in text for secret in secrets.values()), text
+        assert "node port is open" not in program.output
     finally:
         program.kill()
+
+
+def test_a_token_file_is_read_on_both_sides(tmp_path):
+    (tmp_path / "token").write_text("open sesame\n")
+    flag = ["--token-file", str(tmp_path / "token")]
+    assert coordinator.parse_args(flag).token == node.parse_args(["--host", "x", *flag]).token == "open sesame"
 
 
 # ----------------------------------------------------------------------------
@@ -451,6 +487,8 @@ BAD_FLAGS = [
     (["--trust-remote-code", "true"], "never runs code"),
     (["--token", "a", "--token-file", "b"], "--token or --token-file"),
     (["--token-file", "/no/such/file"], "--token-file /no/such/file"),
+    (["--token", ""], "--token: is empty"),
+    (["--api-key", ""], "--api-key: is empty"),
     (["--node-host", "256.1.1.1"], "--node-host"),
 ]
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import quant
 import qwen
-from coordinator import Checkpoint, StartupError, resolve_model
+from coordinator import Checkpoint, FileShrunk, StartupError, resolve_model
 
 HUB = sys.modules[Checkpoint.__module__]  # where snapshot_download and HfApi are looked up
 CONFIG = {
@@ -106,6 +106,33 @@ def test_tensors_are_those_of_the_files(tmp_path, shards, tied, dtype):
     assert checkpoint.raw_config == config
     for name, tensor in tensors.items():
         assert checkpoint.tensor(name).dtype == dtype
+        assert torch.equal(checkpoint.tensor(name), tensor)
+
+
+def test_a_file_that_became_shorter_is_not_read_any_more(tmp_path):
+    """Reading mapped bytes that are gone is a SIGBUS: without the check this test ends the whole run."""
+    checkpoint = Checkpoint(write_model(tmp_path / "model", shards=2))
+    ends = checkpoint.ends(FP16)
+    names = ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight")
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        os.truncate(file, 100)
+    reads = [lambda name=name: checkpoint.tensor(name).sum() for name in names]
+    reads += [
+        lambda: ends.embed([49]),
+        lambda: list(checkpoint.stored_parts(qwen.stored_tensors(checkpoint.config, 1, 2, FP16), FP16)),
+    ]
+    for read in reads:
+        with pytest.raises(FileShrunk, match="has 100 now.*start the coordinator again"):
+            read()
+    assert torch.isfinite(ends.logits(torch.ones(1, 16))).all()
+
+
+def test_a_file_that_another_one_replaced_stays_what_it_was(tmp_path):
+    tensors = make_tensors()
+    checkpoint = Checkpoint(write_model(tmp_path / "model", tensors))
+    (tmp_path / "new").write_bytes(b"short")
+    os.replace(tmp_path / "new", tmp_path / "model" / "model.safetensors")
+    for name, tensor in tensors.items():
         assert torch.equal(checkpoint.tensor(name), tensor)
 
 

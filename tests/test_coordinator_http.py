@@ -5,6 +5,7 @@ pytest tests/test_coordinator_http.py -q
 
 import asyncio
 import contextlib
+import hmac
 import http.client
 import json
 import logging
@@ -1268,6 +1269,14 @@ def test_cors_over_http():
         assert complete(server, headers=form).status == 415  # from a page only application/json
     with serving(allowed_origins=["*"]) as server:
         assert complete(server, headers=allowed).headers["Access-Control-Allow-Origin"] == "*"
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_api_keys_are_compared_in_constant_time(monkeypatch, equal):
+    """The decision is compare_digest's alone: when it says no nothing passes, when it says yes everything does."""
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: equal)
+    for key in ("secret-Ã©", "wrong"):
+        test_access_rules(KEYED, head_of(authorization=f"Bearer {key}"), None if equal else 401)
 
 
 def test_api_key_over_http():

@@ -16,6 +16,14 @@ import wire
 DEVICES = [{"id": "cpu", "type": "cpu", "name": "cpu", "total_memory": 1 << 34, "free_memory": 1 << 34}]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _measure_quickly():
+    """Nobody looks at the figures here, and every node that joins is measured."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(node, "MEASURE_SECONDS", 0.0)
+        yield
+
+
 @pytest.fixture(scope="module")
 def checkpoint():
     return coordinator.Checkpoint(TINY_CHAT)
@@ -43,13 +51,13 @@ class Running:
         self.engine.start(ends)
         self.links = []
 
-    def join(self, node_id: str, instance: int = 1, **methods) -> node.Session:
+    def join(self, node_id: str, instance: int = 1, devices: list = DEVICES, **methods) -> node.Session:
         """Connects a real node.Session; `methods` replace some of its own: {name: function(session, ...)}."""
         sock = socket.create_connection(("127.0.0.1", self.port))
         link = wire.Connection(sock, "coordinator", "node")
         hello = {
             "node_id": node_id, "instance": instance, "hostname": node_id, "python_version": "3", "torch_version": "2",
-            "platform": "test", "devices": DEVICES, "selected_device": "cpu", "max_memory_bytes": None,
+            "platform": "test", "devices": devices, "selected_device": "cpu", "max_memory_bytes": None,
             "held_memory_bytes": 0,
         }  # fmt: skip
         try:
@@ -197,17 +205,28 @@ def answer(session, frame, rows=None, dtype="fp32", value=0.0, request_id=None, 
     session.writer.put("HIDDEN_STATE", {"shape": shape, "dtype": dtype, "compute_ms": 1.0}, raw=raw, **ids)
 
 
+SIZES = {"weight_bytes": 0, "packed_bytes": 0, "cached_bytes": 0, "received_bytes": 0}
+MEASURED = {"layer_ms": {"1": 0.0, "8": 0.0, "64": 0.0}, "kernels": {"few": "plan:\\n", "many": "b"}}
+
+
+def error(session, frame, request_id):
+    payload = {"code": "any", "message": "any"}
+    session.writer.put("INFERENCE_ERROR", payload, request_id=request_id, epoch=frame.epoch)
+
+
 LIES = {
     "too many rows": lambda session, frame: answer(session, frame, rows=3),
     "another dtype": lambda session, frame: answer(session, frame, rows=1, dtype="bf16"),
     "another pass": lambda session, frame: answer(session, frame, rows=1, request_id=999),
     "a later epoch": lambda session, frame: answer(session, frame, rows=1, epoch=99),
     "twice": lambda session, frame: [answer(session, frame, rows=1, value=float("nan")) for _ in range(2)],
-    "loaded again": lambda session, frame: session.writer.put(
-        "LOAD_COMPLETE",
-        {"weight_bytes": 0, "packed_bytes": 0, "cached_bytes": 0, "received_bytes": 0},
-        epoch=frame.epoch,
+    "loaded again": lambda session, frame: session.writer.put("LOAD_COMPLETE", SIZES, epoch=frame.epoch),
+    "measured again": lambda session, frame: session.writer.put("MEASURED", MEASURED),
+    "wants weights again": lambda session, frame: session.writer.put(
+        "WEIGHTS_WANTED", {"names": []}, epoch=frame.epoch
     ),
+    "an error of no pass": lambda session, frame: error(session, frame, 0),
+    "an error of another pass": lambda session, frame: error(session, frame, 999),
 }
 
 
@@ -228,13 +247,123 @@ def test_a_node_that_lies_is_closed_and_the_request_goes_on_elsewhere(running, r
     assert cluster.generate() == right
 
 
-def test_hidden_states_that_are_not_numbers_fail_the_request_by_name(running):
-    cluster = running(1)
-    cluster.join("hot", on_run=lambda session, frame: answer(session, frame, rows=1, value=float("nan")))
+@pytest.mark.parametrize("hot", ["first", "second"])
+def test_hidden_states_that_are_not_numbers_fail_the_request_and_name_the_stage(running, hot):
+    def nan(session, frame):
+        rows = 1 if hot == "second" else None
+        answer(session, frame, rows=rows, value=float("nan"))
+
+    cluster = running(2)
+    for name in ("first", "second"):
+        cluster.join(name, **({"on_run": nan} if name == hot else {}))
+        assert cluster.controller.wait_until(lambda state, name=name: name in state.nodes, 30)
     cluster.wait_ready()
+    assert cluster.controller.cluster.plan.node_ids == ("first", "second")
     for _ in range(2):
-        with pytest.raises(coordinator.ApiError, match="not finite.*hot"):
+        with pytest.raises(coordinator.ApiError, match=f"not finite.*node {hot} sent"):
             cluster.generate()
+
+
+def test_a_node_that_says_it_is_loaded_before_it_has_its_weights_is_closed(running, right):
+    def at_once(session, frame):
+        session.writer.put("WEIGHTS_WANTED", {"names": []}, epoch=frame.epoch)
+        session.writer.put("LOAD_COMPLETE", SIZES, epoch=frame.epoch)
+        session.writer.put("LOAD_COMPLETE", SIZES, epoch=frame.epoch)
+
+    cluster = running(1)
+    liar = cluster.join("liar", on_assignment=at_once)
+    assert liar.closed.wait(30)
+    cluster.join("honest")
+    cluster.wait_ready()
+    assert cluster.generate() == right
+
+
+def test_a_claim_of_absurd_memory_fails_at_loading_and_an_honest_node_serves(running, right):
+    def cannot(session, frame):
+        failed = {"reason": "no such memory", "need_bytes": 2, "have_bytes": 1}
+        session.writer.put("LOAD_FAILED", failed, epoch=frame.epoch)
+
+    cluster = running(1)
+    cluster.join("boaster", devices=[{**DEVICES[0], "free_memory": wire.MAX_BYTES}], on_assignment=cannot)
+    assert cluster.controller.wait_until(
+        lambda state: "boaster" in state.nodes and state.nodes["boaster"].load_error, 30
+    )
+    cluster.join("honest")
+    cluster.wait_ready()
+    assert cluster.generate() == right
+
+
+def test_frames_of_an_older_plan_are_dropped_and_counted(running, right):
+    cluster = running(1)
+    first = cluster.join("first")
+    cluster.wait_ready()
+    first.connection.close()
+    assert cluster.controller.wait_until(lambda state: not state.nodes, 30)
+    second = cluster.join("second")
+    cluster.wait_ready()
+    old = {"epoch": cluster.controller.cluster.epoch - 1, "request_id": 1}
+    hidden_states = wire.pack_hidden_states(torch.zeros(1, 8), "fp32")
+    second.writer.put("WEIGHTS_WANTED", {"names": []}, epoch=old["epoch"])
+    second.writer.put("HIDDEN_STATE", {"shape": [1, 1, 8], "dtype": "fp32"}, raw=hidden_states, **old)
+    assert cluster.generate() == right
+    assert cluster.controller.describe()["nodes"][0]["dropped_frames"] == 2
+
+
+def test_a_node_that_asks_and_never_reads_is_closed_and_the_memory_is_bounded(running, right, monkeypatch):
+    monkeypatch.setattr(wire, "_MAX_WAITING_FRAMES", 100)
+    cluster = running(1)
+    deaf = cluster.join("deaf", on_ping=lambda session, frame: None)
+    cluster.wait_ready()
+    release = threading.Event()
+    deaf.handlers["PONG"] = lambda frame: release.wait(30)  # its reader reads no more
+    with pytest.raises(wire.PeerClosed):
+        for _ in range(1_000_000):
+            deaf.connection.send("PING", {})
+    release.set()
+    cluster.join("good")
+    cluster.wait_ready()
+    assert cluster.generate() == right
+
+
+def test_refused_connections_do_not_flood_the_log(caplog):
+    refusals = coordinator.RefusalLog()
+    with caplog.at_level("WARNING", logger="coordinator"):
+        for i in range(219):
+            refusals.add("10.0.0.9:1", "no", 100.0 + i / 100)
+        refusals.flush(109.9)
+        refusals.flush(110.0)
+        refusals.add("10.0.0.9:1", "no", 300.0)
+        refusals.flush(400.0)
+    lines = [record.getMessage() for record in caplog.records]
+    one = "a connection from 10.0.0.9:1 did not become a node: no"
+    assert lines == [one] * 5 + ["and 214 more connections did not become nodes in the last 10 s", one]
+
+
+def test_a_peer_cannot_forge_log_lines(capsys):
+    coordinator.set_up_logging("info")
+    coordinator.log.error("node x: %s", "plan:\nforged")
+    coordinator.log.info("epoch 1, plan:\n%s", "a table", extra={"own_lines": True})
+    assert capsys.readouterr().err.splitlines()[0].endswith(r"plan:\nforged")
+
+
+def test_a_connection_from_an_address_with_few_is_not_the_one_to_go(running):
+    cluster = running(1)
+    controller = cluster.controller
+    quiet = [socket.socketpair() for _ in range(coordinator.MAX_STRANGERS + 10)]
+    for i, (_, theirs) in enumerate(quiet):
+        controller.welcome(theirs, f"quiet {i}", "10.0.0.2" if i == 0 else "10.0.0.1")
+    for i, (ours, _) in enumerate(quiet):
+        ours.settimeout(30 if 1 <= i <= 10 else 0)
+        if 1 <= i <= 10:
+            assert ours.recv(1) == b""  # the oldest of the address that has most
+        else:
+            with pytest.raises(BlockingIOError):
+                ours.recv(1)
+    cluster.join("good")
+    cluster.wait_ready()
+    assert cluster.generate()
+    for ours, _ in quiet:
+        ours.close()
 
 
 def test_a_failed_pass_fails_its_request_only(running, right):

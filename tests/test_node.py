@@ -391,6 +391,34 @@ def _too_many_rows(peer):
     peer.run(hidden(17), [0] * 17, list(range(17)), keep=1)
 
 
+def _chunk_that_overlaps(peer):
+    peer.assign()
+    name, first = "model.layers.0.input_layernorm.weight", {"chunk_count": 2, "sha256": None}
+    peer.send_tensor(name, memoryview(bytes(64)), **first)
+    peer.send_tensor(name, memoryview(bytes(96)), chunk_index=1, chunk_count=2, offset=32)
+
+
+def _chunk_left_out(peer):
+    peer.assign()
+    name, first = "model.layers.0.input_layernorm.weight", {"chunk_count": 3, "sha256": None}
+    peer.send_tensor(name, memoryview(bytes(32)), **first)
+    peer.send_tensor(name, memoryview(bytes(32)), chunk_index=2, chunk_count=3, offset=64)
+
+
+def _tensor_of_another_shape(peer):
+    payload = assignment(0, 2)
+    payload["manifest"][0]["shape"] = [4, 8]
+    peer.link.send("ASSIGNMENT", payload, epoch=1)
+
+
+def _manifest_beyond_the_frame_limit(peer):
+    peer.link._sock.sendall((wire.MAX_MAP + 1).to_bytes(8, "big"))
+
+
+def _error_frame(peer):
+    peer.link.send("ERROR", {"code": "shutdown", "message": "no more"})
+
+
 def _assignment_of_the_same_epoch(peer):
     peer.load(epoch=2)
     peer.link.send("ASSIGNMENT", assignment(0, 2), epoch=2)
@@ -412,6 +440,11 @@ HOSTILE = {
     _run_of_a_newer_epoch: "epoch 2, but epoch 1",
     _run_with_another_hidden_size: "hidden states of size 31",
     _run_with_another_dtype: "in bf16",
+    _chunk_that_overlaps: "does not follow|cannot start at offset",
+    _chunk_left_out: "does not follow",
+    _tensor_of_another_shape: "first difference",
+    _manifest_beyond_the_frame_limit: "the limit is 4194304",
+    _error_frame: "it gives up: shutdown: no more",
     _too_many_rows: "17 rows in one pass",
     _assignment_of_the_same_epoch: "after epoch 2",
 }
@@ -422,6 +455,72 @@ def test_what_does_not_fit_the_assignment_is_a_bad_frame(peer, attack):
     attack(peer)
     message = peer.bad_frame()
     assert re.search(HOSTILE[attack], message), message
+
+
+HOSTILE_CONFIGS = [
+    {"hidden_size": -1}, {"hidden_size": 0}, {"hidden_size": 2**31}, {"head_dim": 0}, {"head_dim": 7},
+    {"num_hidden_layers": 2**62}, {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 3},
+    {"num_key_value_heads": 3}, {"num_attention_heads": True}, {"layer_types": ["recurrent"] * 3},
+    {"layer_types": [["full_attention"]] * 3}, {"rope_theta": 0}, {"rms_norm_eps": "1e-6"}, {"vocab_size": None},
+    {"tie_word_embeddings": 1}, {"__class__": "Config"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", HOSTILE_CONFIGS, ids=str)
+@pytest.mark.parametrize("type_", ["ASSIGNMENT", "MEASURE"])
+def test_a_config_that_no_model_has_is_a_bad_frame(peer, type_, changes):
+    config = {**CONFIG.to_wire(), **changes}
+    measure = {"config": config, "quant": "fp16", "group_size": 64, "compute_dtype": "fp32"}
+    if type_ == "MEASURE":
+        peer.link.send("MEASURE", measure)
+    else:
+        peer.link.send("ASSIGNMENT", assignment(0, 2, config=config), epoch=1)
+    assert f"{type_}: " in peer.bad_frame()
+
+
+def test_a_layer_larger_than_the_memory_is_not_measured(peer):
+    config = {**CONFIG.to_wire(), "hidden_size": 2**24, "intermediate_size": 2**24}
+    peer.link.send("MEASURE", {"config": config, "quant": "int8", "group_size": 64, "compute_dtype": "fp32"})
+    assert re.search(r"one layer needs \d+\.\d\d GiB", peer.receive("ERROR").payload["message"])
+
+
+def test_hidden_states_larger_than_the_memory_are_a_bad_frame(peer, monkeypatch):
+    def no_memory(nbytes):
+        raise MemoryError
+
+    peer.load()
+    monkeypatch.setattr(node, "bytearray", no_memory, raising=False)
+    peer.run(hidden(1), [0], [0], keep=1)
+    assert "no memory for 128 bytes" in peer.bad_frame()
+
+
+@pytest.mark.parametrize("group_size", [1, 4096])
+def test_a_group_size_that_does_not_exist_is_a_bad_frame(peer, group_size):
+    payload = {"config": CONFIG.to_wire(), "quant": "int4", "group_size": group_size, "compute_dtype": "fp16"}
+    peer.link.send("MEASURE", payload)
+    assert "group size" in peer.bad_frame()
+
+
+def test_weights_complete_before_the_weights_is_a_failed_load(peer):
+    release = threading.Event()
+    peer.session.submit(release.wait)  # so that it comes before the node has said what it wants
+    peer.link.send("ASSIGNMENT", assignment(0, 2), epoch=1)
+    peer.link.send("WEIGHTS_COMPLETE", {"tensor_count": 0, "total_weight_bytes": 0}, epoch=1)
+    peer.link.send("PING", {})
+    peer.receive("PONG")  # the reader has handed both to the worker
+    release.set()
+    peer.receive("WEIGHTS_WANTED")
+    assert "before the weights" in peer.receive("LOAD_FAILED").payload["reason"]
+
+
+def test_requests_that_pile_up_end_the_connection(peer, monkeypatch):
+    monkeypatch.setattr(node, "MAX_WAITING_JOBS", 10)
+    release = threading.Event()
+    peer.session.submit(release.wait)
+    for _ in range(12):
+        peer.link.send("CLEAR_CACHE", {"slots": []}, epoch=0)
+    assert "requests are waiting" in peer.bad_frame()
+    release.set()
 
 
 # ----------------------------------------------------------------------------
@@ -442,6 +541,7 @@ def start_node(*flags: str, cwd=ROOT, **env: str) -> Program:
         (["--host", "127.0.0.1", "--max-memory-gb", "-1"], "--max-memory-gb"),
         (["--host", "127.0.0.1", "--cache-gb", "-1"], "--cache-gb -1.0: 0 (no cache) or more"),
         (["--host", "127.0.0.1", "--token-file", "/nowhere"], "--token-file /nowhere"),
+        (["--host", "127.0.0.1", "--token", ""], "--token is empty"),
         (["--host", "127.0.0.1", "--work-dir", "/proc/nowhere"], "--work-dir /proc/nowhere is not writable"),
     ],
 )
@@ -467,6 +567,37 @@ def test_a_wrong_host_is_named(tmp_path):
     program = start_node("--host", "no-such-host.invalid", "--work-dir", str(tmp_path))
     program.wait_for(r"cannot reach no-such-host.invalid port 7001: the name cannot be resolved.*check --host")
     program.kill()
+
+
+class Once(node.Node):
+    """A node that gives up when it would connect a second time."""
+
+    tried = False
+
+    def serve_once(self):
+        if self.tried:
+            raise wire.Refused("token", "enough")
+        self.tried = True
+        super().serve_once()
+
+
+def words_of_a_node_that_connects_to(port: int, tmp_path, caplog) -> str:
+    flags = ["--host", "127.0.0.1", "--port", str(port), "--work-dir", str(tmp_path)]
+    with caplog.at_level("INFO", logger="node"):
+        assert Once(node.parse_args(flags)).run() == node.EXIT_REFUSED
+    return caplog.text
+
+
+def test_the_api_port_by_mistake_is_named(tmp_path, caplog, fp16_cluster):
+    words = words_of_a_node_that_connects_to(fp16_cluster.api_port, tmp_path, caplog)
+    assert "this looks like HTTP; --port must be the coordinator's --node-port" in words
+
+
+def test_something_that_never_answers_is_named(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(wire, "SILENCE_LIMIT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        words = words_of_a_node_that_connects_to(server.getsockname()[1], tmp_path, caplog)
+    assert "did not send a whole frame in 0.2 s; something listens there and does not answer" in words
 
 
 def _answer_one_node(server: socket.socket, key: bytes | None) -> None:
