@@ -39,6 +39,7 @@ import node
 import qwen
 import wire
 
+pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="counts open files as Linux shows them")
 END_S = 60.0  # generous: a connection that has not ended by then hangs
 HIDDEN_SIZE = 64  # of frames that fit no state anyway
 
@@ -510,9 +511,18 @@ class Bugs(logging.Handler):
                 log.setLevel(level)
 
 
-def left_open() -> tuple[int, int]:
-    """(threads, open files) of this process."""
-    return threading.active_count(), len(os.listdir("/proc/self/fd"))
+def left_open(pid: int | None = None) -> tuple[int, int]:
+    """(threads, open files) of a process; None: this one, without the threads that torch keeps."""
+    threads = threading.active_count() if pid is None else len(os.listdir(f"/proc/{pid}/task"))
+    return threads, len(os.listdir(f"/proc/{pid or 'self'}/fd"))
+
+
+def wait_until_closed(count, before: tuple[int, int], spare: int = 0) -> None:
+    """Waits until there are no more threads and open files than before, but for a few that come and go."""
+    deadline = time.monotonic() + END_S
+    while any(now > then + spare for now, then in zip(count(), before, strict=True)):
+        assert time.monotonic() < deadline, f"threads or open files are left behind: {before} before, {count()} now"
+        time.sleep(0.02)
 
 
 def resident_bytes() -> int:
@@ -541,10 +551,7 @@ def fuzz(side: str, seed: int, frames: int, first: int = 0) -> collections.Count
             if index == first + 50:  # caches of msgpack, torch and the like are filled by now
                 base, memory = left_open(), resident_bytes()
         if base is not None:
-            deadline = time.monotonic() + END_S
-            while any(now > then for now, then in zip(left_open(), base, strict=True)) and time.monotonic() < deadline:
-                time.sleep(0.02)
-            assert left_open() <= base, "threads or open files are left behind"
+            wait_until_closed(left_open, base)
             assert resident_bytes() - memory < 100e6, "memory grows with bad frames"
         target.serve_a_good_peer()
         target.close()
@@ -567,10 +574,6 @@ def test_no_frame_harms_either_side(side):
 # ----------------------------------------------------------------------------
 
 SILENT = 1000
-
-
-def threads_and_files(pid: int) -> tuple[int, int]:
-    return len(os.listdir(f"/proc/{pid}/task")), len(os.listdir(f"/proc/{pid}/fd"))
 
 
 @pytest.fixture
@@ -602,13 +605,12 @@ def drip(sock: socket.socket, data: bytes) -> int:
     return len(data)
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="counts threads and files as Linux shows them")
 def test_strangers_neither_keep_nodes_out_nor_disturb_them(fp16_cluster, many_files):
     cluster, port = fp16_cluster, fp16_cluster.node_port
     pid = cluster.coordinator.process.pid
     question = "What is 12 + 30?"
     answer = cluster.chat_text(question)
-    before, seen = threads_and_files(pid), len(cluster.coordinator.lines)
+    before, seen = left_open(pid), len(cluster.coordinator.lines)
     hello = Good("HELLO", HELLO).packed(1)
     with contextlib.ExitStack() as stack:
 
@@ -642,10 +644,7 @@ def test_strangers_neither_keep_nodes_out_nor_disturb_them(fp16_cluster, many_fi
                 assert sock.recv(1) == b""
         dripping.join(END_S)
         assert taken and taken[0] < len(hello)
-    deadline = time.monotonic() + END_S
-    while any(now > then + 2 for now, then in zip(threads_and_files(pid), before, strict=True)):
-        assert time.monotonic() < deadline, "threads or open files of strangers are left behind"
-        time.sleep(0.05)
+    wait_until_closed(lambda: left_open(pid), before, spare=2)
     assert cluster.chat_text(question) == answer
     lines = [line for line in cluster.coordinator.lines[seen:] if "did not become" in line]
     assert len(lines) < 50, "every stranger has its line"
