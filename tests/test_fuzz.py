@@ -260,6 +260,7 @@ class CoordinatorUnderAttack:
             lose(lost, why)
 
         self.controller._lose = lose_and_count
+        self.controller._refusals.add = lambda *_: self.outcomes.update(["refused in the handshake"])
 
     def serve_a_good_peer(self) -> None:
         assert self._good_answer() == self.right
