@@ -24,6 +24,7 @@ import contextlib
 import functools
 import gc
 import http.client
+import inspect
 import itertools
 import json
 import os
@@ -209,10 +210,10 @@ class Answer(NamedTuple):
         return (self.tokens[-1] - self.tokens[0]) / (self.times[-1] - self.times[0])
 
 
-def ask(cluster: Cluster, **fields) -> Answer:
+def ask(cluster: Cluster, enough: threading.Event | None = None, **fields) -> Answer:
     """Streams a chat ("messages") or a completion ("prompt"), greedy and max_tokens long unless fields say otherwise.
 
-    Raises RuntimeError with the server's words when it refuses or fails.
+    Ends early when `enough` is set. Raises RuntimeError with the server's words when it refuses or fails.
     """
     path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
     options = {"include_usage": True, "continuous_usage_stats": True}
@@ -224,10 +225,10 @@ def ask(cluster: Cluster, **fields) -> Answer:
         response = connection.getresponse()
         if response.status != 200:
             raise RuntimeError(f"{path}: {response.status} {response.read().decode()}")
-        return _timed(response, asked_at)
+        return _timed(response, asked_at, enough)
 
 
-def _timed(response: http.client.HTTPResponse, asked_at: float) -> Answer:
+def _timed(response: http.client.HTTPResponse, asked_at: float, enough: threading.Event | None) -> Answer:
     answer = Answer(asked_at, [], [0], "", {})
     for line in response:
         now = time.perf_counter()
@@ -243,6 +244,8 @@ def _timed(response: http.client.HTTPResponse, asked_at: float) -> Answer:
             answer.times.append(now)
             answer.tokens.append(event["usage"]["completion_tokens"])
         answer = answer._replace(usage=event["usage"])
+        if enough is not None and enough.is_set():
+            break
     return answer._replace(tokens=answer.tokens[1:])
 
 
@@ -312,14 +315,10 @@ class Running:
 
     cluster: Cluster
     quant: str
-    load_s: float  # from the first ASSIGNMENT to the last LOAD_COMPLETE
+    load_s: float  # from ASSIGNMENT to the last LOAD_COMPLETE
     joined_to_ready_s: float  # from the last node's HELLO
     sent_bytes: int
     busy_cores: dict[str, float]  # processor seconds per second while loading, by process
-
-    @property
-    def processes(self) -> dict[str, int]:
-        return process_ids(self.cluster)
 
 
 def process_ids(cluster: Cluster) -> dict[str, int]:
@@ -395,7 +394,7 @@ def timed_load(cluster: Cluster, mode: str) -> Running:
         return {name: processor_seconds(pid) for name, pid in process_ids(cluster).items()}
 
     joined_at = time.perf_counter()
-    cluster.coordinator.wait_for("joined -> loading")
+    cluster.nodes[0].wait_for(r"epoch \d+: layers")
     before, began_at = busy(), time.perf_counter()
     cluster.coordinator.wait_for("ready to generate over")
     ended_at = time.perf_counter()
@@ -460,6 +459,7 @@ class Bench:
         self.checkpoint = coordinator.Checkpoint(args.model)
         self.max_context = min(4096, self.checkpoint.config.max_position_embeddings)
         self.lengths = [length for length in args.prompts if length < self.max_context]
+        self.long = min(2048, self.max_context - 64)
         self.prompts = Prompts(coordinator.Tokenizer(args.model, self.checkpoint.raw_config))
         self.reference = Reference(args.model)
 
@@ -482,7 +482,8 @@ Group = dict[int, Running]  # by number of nodes
 
 
 def cluster_name(running: Running) -> str:
-    return f"{running.quant}, {len(running.cluster.nodes)} node(s)"
+    nodes = len(running.cluster.nodes)
+    return f"{running.quant}, {nodes} node{'s' if nodes > 1 else ''}"
 
 
 def decode_rate(bench: Bench, one: Running) -> float:
@@ -536,17 +537,16 @@ def prefill(bench: Bench, group: Group) -> dict:
     figures = {"first_token_s": {}, "transformers_64_tokens_per_s": rates, "ratios": {}}
     print("Transformers, prefill of 64: " + ", ".join(f"{dtype} {rate:.1f} tokens/s" for dtype, rate in rates.items()))
     print("(longer prompts only in the dtypes that reach half of the best of these: others would take minutes)")
-    rows = []
     for length in (SHORT, *bench.lengths):
         measures = {cluster_name(one): partial(first_token_s, bench, one, length) for one in group.values()}
         for dtype in fast:
             measures[f"Transformers {dtype}"] = partial(bench.reference.prefill_s, dtype, bench.prompts.ids(length))
         runs = alternate(measures, bench.args.pairs)
         figures["first_token_s"][length] = runs
-        rows += [(length, name, length / seconds, seconds) for name, seconds in medians(runs).items()]
+        rows = [(name, length / seconds, seconds) for name, seconds in medians(runs).items()]
+        print(table((f"prompt of {length} tokens", "tokens/s", "first token, s"), rows), flush=True)
         if length != SHORT:
             compare_prefill(figures["ratios"], group, runs, length)
-    print(table(("prompt", "system", "tokens/s", "first token, s"), rows))
     return figures
 
 
@@ -579,15 +579,15 @@ def concurrent_rate(bench: Bench, cluster: Cluster, count: int) -> float:
 
 def concurrency(bench: Bench, group: Group) -> dict:
     """Aggregate tokens per second at 1, 2, 4 and 8 requests at once."""
-    counts, rows, figures, ratios = (1, 2, 4, 8), [], {}, {}
-    for nodes, one in group.items():
-        measures = {str(n): partial(concurrent_rate, bench, one.cluster, n) for n in counts}
-        runs = alternate(measures, bench.args.pairs)
-        figures[cluster_name(one)] = rates = medians(runs)
-        rows.append((cluster_name(one), *rates.values()))
-        target = 3.5 if one.quant == "fp16" and nodes == 2 else None
-        compare(ratios, f"{cluster_name(one)}, 8 at once / 1", ratio(runs, "8", "1"), target)
-    print(table(("tokens/s of so many requests at once", *map(str, counts)), rows))
+    counts, figures, ratios = ("1", "2", "4", "8"), {}, {}
+    for one in group.values():
+        measures = {count: partial(concurrent_rate, bench, one.cluster, int(count)) for count in counts}
+        figures[cluster_name(one)] = alternate(measures, bench.args.pairs)
+    rows = [(name, *medians(runs).values()) for name, runs in figures.items()]
+    print(table(("tokens/s of so many requests at once", *counts), rows))
+    for name, runs in figures.items():
+        target = 3.5 if name == "fp16, 2 nodes" else None
+        compare(ratios, f"{name}, 8 at once / 1", ratio(runs, "8", "1"), target)
     return {"tokens_per_s": figures, "ratios": ratios}
 
 
@@ -612,8 +612,8 @@ def memory(bench: Bench, group: Group) -> dict:
     for one in group.values():
         ask(one.cluster, prompt=bench.prompts.ids(max(bench.lengths)), max_tokens=4)
         weights = [node["weight_bytes"] for node in one.cluster.status()["nodes"]]
-        stored = dict(zip(one.processes, [sum(bench.ends_bytes(one.quant)), *weights]))
-        for process, pid in one.processes.items():
+        stored = dict(zip(process_ids(one.cluster), [sum(bench.ends_bytes(one.quant)), *weights]))
+        for process, pid in process_ids(one.cluster).items():
             anonymous, mapped = memory_bytes(pid)
             figures[f"{cluster_name(one)}, {process}"] = {"anonymous": anonymous, "file_backed": mapped}
             rows.append((cluster_name(one), process, *(round(n / 1e6) for n in (anonymous, mapped, stored[process]))))
@@ -625,20 +625,26 @@ def reuse(bench: Bench, group: Group) -> dict:
     """Time to first token of a conversation of 2,000 tokens, and of its next turn."""
     rows, figures, ratios = [], {}, {}
     for one in group.values():
-        runs, cached = {"first": [], "next": []}, []
-        for _ in range(bench.args.pairs):
-            messages = [{"role": "user", "content": bench.prompts.text(min(1960, bench.max_context - 256))}]
-            first = ask(one.cluster, messages=messages, max_tokens=16)
-            messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "Please go on."}]
-            again = ask(one.cluster, messages=messages, max_tokens=1)
-            runs["first"].append(first.first_s)
-            runs["next"].append(again.first_s)
-            cached.append((again.usage["prompt_tokens_details"]["cached_tokens"], again.usage["prompt_tokens"]))
-        figures[cluster_name(one)] = {"first_token_s": medians(runs), "cached_of_prompt_tokens": cached}
-        rows.append((cluster_name(one), *medians(runs).values(), *cached[-1]))
-        compare(ratios, f"{cluster_name(one)}, next turn / first", ratio(runs, "next", "first"), at_most=0.15)
+        turns = [two_turns(bench, one.cluster) for _ in range(bench.args.pairs)]
+        figures[cluster_name(one)] = runs = {
+            "first": [first.first_s for first, _ in turns],
+            "next": [second.first_s for _, second in turns],
+        }
+        usage = turns[-1][1].usage
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        rows.append((cluster_name(one), *medians(runs).values(), cached, usage["prompt_tokens"]))
     print(table(("cluster", "first turn, s", "next turn, s", "cached tokens", "of"), rows))
-    return {**figures, "ratios": ratios}
+    for name, runs in figures.items():
+        compare(ratios, f"{name}, next turn / first", ratio(runs, "next", "first"), at_most=0.15)
+    return {"first_token_s": figures, "table": rows, "ratios": ratios}
+
+
+def two_turns(bench: Bench, cluster: Cluster) -> tuple[Answer, Answer]:
+    """The answers to a new long message, and to a short one after it."""
+    messages = [{"role": "user", "content": bench.prompts.text(bench.long - 128)}]
+    first = ask(cluster, messages=messages, max_tokens=16)
+    messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "Please go on."}]
+    return first, ask(cluster, messages=messages, max_tokens=1)
 
 
 # ----------------------------------------------------------------------------
@@ -648,7 +654,7 @@ def reuse(bench: Bench, group: Group) -> dict:
 
 def pipeline(bench: Bench) -> dict:
     """Chunks of a prefill on two nodes of one core each at the same time; and what another stream feels of them."""
-    mode, length, ratios = bench.args.quant[0], 2048, {}
+    mode, length, ratios = bench.args.quant[0], bench.long, {}
     one_core = {"node_flags": ("--threads", "1")}
     with (
         running(bench, mode, 2, cores=(0, 1), **one_core) as two,
@@ -679,15 +685,16 @@ def pipeline(bench: Bench) -> dict:
 
 def longest_gap(bench: Bench, cluster: Cluster, length: int) -> float:
     """The longest time (s) between tokens of a stream while another request's prompt is read."""
+    enough = threading.Event()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        stream = pool.submit(ask, cluster, prompt=bench.prompts.ids(SHORT), max_tokens=96)
-        while not cluster.status()["active_slots"]:
-            time.sleep(0.02)
-        time.sleep(1.0)  # some tokens before
+        tokens = bench.max_context - 2 * SHORT
+        stream = pool.submit(ask, cluster, enough, prompt=bench.prompts.ids(SHORT), max_tokens=tokens)
+        time.sleep(2.0)  # some tokens before
         long = ask(cluster, prompt=bench.prompts.ids(length), max_tokens=1)
+        enough.set()
         times = stream.result().times
-    if times[-1] < long.times[0]:
-        raise RuntimeError("the other stream ended before the long prompt was read: its gaps say nothing")
+    if not times[0] < long.asked_at < long.times[0] <= times[-1]:
+        raise RuntimeError("the other stream did not run all the while that the long prompt was read")
     return max(b - a for a, b in itertools.pairwise(times) if b > long.asked_at and a < long.times[0])
 
 
@@ -704,14 +711,8 @@ def network(bench: Bench) -> dict:
     return {"tokens_per_s": medians(runs), "ratios": ratios}
 
 
-FILE_TO_REPEAT = (ROOT / "tests" / "relay.py").read_text()[1200:3600]
-REPEATING = [
-    {
-        "role": "user",
-        "content": f"Here is a file:\n```python\n{FILE_TO_REPEAT}\n```\n"
-        "Output the whole file again, with `stop` renamed to `end`. Output only the code.",
-    }
-]
+EDIT = "Output this file again, the whole of it, with `lines` renamed to `printed`. Output only the code.\n\n"
+REPEATING = [{"role": "user", "content": f"{EDIT}```python\n{inspect.getsource(Program)}```"}]
 STORY = [{"role": "user", "content": "Tell me a story about a lighthouse that nobody has heard before."}]
 
 
@@ -805,15 +806,14 @@ def coordinator_memory(bench: Bench) -> dict:
     mode, ratios, peaks = bench.args.quant[0], {}, []
     with running(bench, mode, 2, on_start=lambda c: peaks.append(MemoryPeak(c.coordinator.process.pid))) as one:
         peak = peaks[0]
-        peak.phase = "prefill of 2048"
-        ask(one.cluster, prompt=bench.prompts.ids(2048), max_tokens=1)
-        peak.phase = "echo and logprobs of 1000"
+        peak.phase = f"prefill of {bench.long} tokens"
+        ask(one.cluster, prompt=bench.prompts.ids(bench.long), max_tokens=1)
+        peak.phase = "echo and logprobs of 1000 tokens"
         one.cluster.complete(bench.prompts.ids(1000), max_tokens=1, echo=True, logprobs=1)
         peak.stop()
     embedding, head = bench.ends_bytes(mode)
-    print(
-        table((f"{mode}, coordinator", "peak of anonymous memory, MB"), [(k, v / 1e6) for k, v in peak.bytes.items()])
-    )
+    rows = [(phase, value / 1e6) for phase, value in peak.bytes.items()]
+    print(table((f"{mode}, coordinator", "peak of anonymous memory, MB"), rows))
     print(f"stored: embedding {embedding / 1e6:.0f} MB, head {head / 1e6:.0f} MB; allowed: 700 MB more")
     highest = max(peak.bytes.values())
     compare(ratios, f"{mode}, peak / allowed", highest / (embedding + head + 700e6), at_most=1.0)
@@ -831,20 +831,12 @@ FURTHER = {one.__name__.replace("_", "-"): one for one in (pipeline, network, sp
 def standard(bench: Bench, names: list[str]) -> dict:
     """The named scenarios for each mode, with its clusters of all sizes up side by side."""
     figures = {}
-    for mode in bench.args.quant:
+    for mode in bench.args.quant if names else ():
         with contextlib.ExitStack() as stack:
             group = {n: stack.enter_context(running(bench, mode, n, flags=("--slots", 8))) for n in bench.args.nodes}
             for name in names:
                 print(f"\n{mode}, {name}: {STANDARD[name].__doc__}", flush=True)
                 figures.setdefault(name, {})[mode] = STANDARD[name](bench, group)
-    return figures
-
-
-def further(bench: Bench, names: list[str]) -> dict:
-    figures = {}
-    for name in names:
-        print(f"\n{name}: {FURTHER[name].__doc__}", flush=True)
-        figures[name] = FURTHER[name](bench)
     return figures
 
 
@@ -887,7 +879,9 @@ def main() -> None:
     if not args.quality and not args.sampler:
         bench = Bench(args)
         figures |= standard(bench, [name for name in args.only if name in STANDARD])
-        figures |= further(bench, [name for name in args.only if name in FURTHER])
+        for name in [name for name in args.only if name in FURTHER]:
+            print(f"\n{name}: {FURTHER[name].__doc__}", flush=True)
+            figures[name] = FURTHER[name](bench)
     print(json.dumps(figures))
 
 
