@@ -688,7 +688,9 @@ def longest_gap(bench: Bench, cluster: Cluster, length: int) -> float:
     enough = threading.Event()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         tokens = bench.max_context - 2 * SHORT
-        stream = pool.submit(ask, cluster, enough, prompt=bench.prompts.ids(SHORT), max_tokens=tokens)
+        # min_tokens: EOS tokens show no text, so none may be drawn; what has no text has no time at the client
+        fields = {"prompt": bench.prompts.ids(SHORT), "max_tokens": tokens, "min_tokens": tokens}
+        stream = pool.submit(ask, cluster, enough, **fields)
         time.sleep(2.0)  # some tokens before
         long = ask(cluster, prompt=bench.prompts.ids(length), max_tokens=1)
         enough.set()
