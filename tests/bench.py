@@ -854,7 +854,7 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=TINY_CHAT, help="a folder (the bundled model)")
     parser.add_argument("--only", type=names_of, default=[*STANDARD], help=",".join([*STANDARD, *FURTHER]))
@@ -868,7 +868,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quality", action="store_true", help="measure only the quality of the formats")
     parser.add_argument("--sampler", action="store_true", help="measure only the sampler")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of text for --quality (4096)")
-    return parser.parse_args(argv)
+    return parser.parse_args()
 
 
 def main() -> None:
