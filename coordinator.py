@@ -3392,7 +3392,11 @@ class Controller:
         """
         if not self._is_current(link, frame):
             return False
-        if link.awaited is None or link.awaited[0] not in (frame.type, or_of) or link.awaited[2] not in (None, frame.epoch):
+        if (
+            link.awaited is None
+            or link.awaited[0] not in (frame.type, or_of)
+            or link.awaited[2] not in (None, frame.epoch)
+        ):
             raise link.connection.bad_frame(f"{frame.type}, which it was not asked for")
         link.awaited = None
         return True

@@ -658,6 +658,8 @@ def neighbours_choices(model: tuple, kernels: dict) -> tuple | None:
     if second is not None:
         choices[1] = quant.neighbours_choice(*model, kernels["few"], second["many"], second["threshold"])
     return None if choices[0] is None or (second and choices[1] is None) else tuple(choices)
+
+
 def measuring_bytes(config: qwen.Config, weights: qwen.WeightFormat, device_type: str) -> int:
     """What one layer and the largest pass that it is measured with take at least."""
     values_per_row = sum(
@@ -1189,6 +1191,8 @@ def connect_hint(error: OSError) -> str:
 def weight_cache(work_dir: str, cache_gb: float, key: bytes | None = None) -> WeightCache:
     """The cache under --work-dir; key is what the token makes (wire.token_key)."""
     return WeightCache(Path(work_dir).expanduser() / "weights", int(cache_gb * GIB), key or b"")
+
+
 def handshake_hint(error: Exception) -> str:
     """What to check when something took the connection and did not speak as a coordinator does."""
     if isinstance(error, wire.OtherProtocol):

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+
 from coordinator import DRAFT_SIZES, NGRAM, STEP_TIME_LIFE_S, PromptLookup, StepTimes, draft_sizes
 
 
