@@ -162,7 +162,7 @@ def test_a_loader_that_was_overtaken_by_the_next_plan_asks_for_nothing(running, 
     cluster.wait_ready()
     (stage,) = cluster.controller.cluster.plan.stages
     link = cluster.controller.cluster.nodes["a"].link
-    cluster.controller._load(link, 0, stage, [])
+    cluster.controller._load(link, 0, stage, [], 1)
     assert link.awaited is None
     assert cluster.generate() == right and cluster.controller.cluster.epoch == 1
 
@@ -206,7 +206,8 @@ def answer(session, frame, rows=None, dtype="fp32", value=0.0, request_id=None, 
 
 
 SIZES = {"weight_bytes": 0, "packed_bytes": 0, "cached_bytes": 0, "received_bytes": 0}
-MEASURED = {"layer_ms": {"1": 0.0, "8": 0.0, "64": 0.0}, "kernels": {"few": "plan:\\n", "many": "b"}}
+KERNELS = {"few": "plan:", "many": "b", "threshold": 8, "with_copy": None, "threads": 1}
+MEASURED = {"layer_ms": {"1": 0.0, "8": 0.0, "64": 0.0}, "kernels": KERNELS}
 
 
 def error(session, frame, request_id):
@@ -304,7 +305,9 @@ def test_frames_of_an_older_plan_are_dropped_and_counted(running, right):
     old = {"epoch": cluster.controller.cluster.epoch - 1, "request_id": 1}
     hidden_states = wire.pack_hidden_states(torch.zeros(1, 8), "fp32")
     second.writer.put("WEIGHTS_WANTED", {"names": []}, epoch=old["epoch"])
-    second.writer.put("HIDDEN_STATE", {"shape": [1, 1, 8], "dtype": "fp32"}, raw=hidden_states, **old)
+    second.writer.put(
+        "HIDDEN_STATE", {"shape": [1, 1, 8], "dtype": "fp32", "compute_ms": 0.0}, raw=hidden_states, **old
+    )
     assert cluster.generate() == right
     assert cluster.controller.describe()["nodes"][0]["dropped_frames"] == 2
 
@@ -312,9 +315,10 @@ def test_frames_of_an_older_plan_are_dropped_and_counted(running, right):
 def test_a_node_that_asks_and_never_reads_is_closed_and_the_memory_is_bounded(running, right, monkeypatch):
     monkeypatch.setattr(wire, "_MAX_WAITING_FRAMES", 100)
     cluster = running(1)
-    deaf = cluster.join("deaf", on_ping=lambda session, frame: None)
+    deaf = cluster.join("deaf")
     cluster.wait_ready()
     release = threading.Event()
+    deaf.handlers["PING"] = lambda frame: None
     deaf.handlers["PONG"] = lambda frame: release.wait(30)  # its reader reads no more
     with pytest.raises(wire.PeerClosed):
         for _ in range(1_000_000):

@@ -169,7 +169,7 @@ def of_either_side(rng) -> list[Good]:
 
 
 def hidden_state(rows: int, hidden_size: int) -> tuple[dict, bytes]:
-    return {"shape": [1, rows, hidden_size], "dtype": "fp32"}, bytes(rows * hidden_size * 4)
+    return {"shape": [1, rows, hidden_size], "dtype": "fp32", "compute_ms": 1.0}, bytes(rows * hidden_size * 4)
 
 
 def run(rows: int, hidden_size: int) -> tuple[dict, bytes]:
@@ -184,9 +184,10 @@ SIZES = {"weight_bytes": 1, "packed_bytes": 1, "cached_bytes": 0, "received_byte
 HELLO = {
     "protocol_version": wire.PROTOCOL_VERSION, "node_id": "fuzz", "instance": 1, "hostname": "fuzz",
     "python_version": "3", "torch_version": "2", "platform": "test", "devices": DEVICES, "selected_device": "cpu",
-    "max_memory_bytes": None, "nonce": bytes(32),
+    "max_memory_bytes": None, "held_memory_bytes": 0, "nonce": bytes(32),
 }  # fmt: skip
-MEASURED = {"layer_ms": {"1": 1.0, "8": 1.0, "64": 1.0}, "kernels": {"few": "a", "many": "b"}}
+KERNELS = {"few": "a", "many": "b", "threshold": 8, "with_copy": None, "threads": 1}
+MEASURED = {"layer_ms": {"1": 1.0, "8": 1.0, "64": 1.0}, "kernels": KERNELS}
 NODE_FRAMES = {
     "HELLO": (HELLO, b""),
     "AUTH": ({"proof": None}, b""),
@@ -212,7 +213,8 @@ COORDINATOR_FRAMES = {
     "ASSIGNMENT": (assignment(0, 1), b""),
     "WEIGHT_CHUNK": (CHUNK, bytes(128)),
     "WEIGHTS_COMPLETE": ({"tensor_count": 1, "total_weight_bytes": 1}, b""),
-    "MEASURE": ({"config": CONFIG.to_wire(), "quant": "fp16", "group_size": 64, "compute_dtype": "fp32"}, b""),
+    "MEASURE": ({"config": CONFIG.to_wire(), "quant": "fp16", "group_size": 64, "compute_dtype": "fp32",
+                 "kernels": None}, b""),
     "RUN_PREFILL": run(2, 32),
     "RUN_DECODE": ({"slots": [0], "positions": [0], "keep": 1, "shape": [1, 1, 32], "dtype": "fp32"}, bytes(128)),
     "CLEAR_CACHE": ({"slots": [0]}, b""),
@@ -229,11 +231,15 @@ def odd_hello(rng) -> dict:
         "name": "%s{}", "total_memory": rng.choice(amounts), "free_memory": rng.choice(amounts),
     }  # fmt: skip
     devices = [device] * rng.choice((1, 2, 64))
-    return {"devices": devices, "selected_device": device["id"], "max_memory_bytes": rng.choice(amounts)}
+    memory = {"max_memory_bytes": rng.choice(amounts), "held_memory_bytes": rng.choice((0, wire.MAX_BYTES))}
+    return {"devices": devices, "selected_device": device["id"], **memory}
 
 
 def odd_measured(rng) -> dict:
-    kernels = {str(i) * 20: "%s{}" * 20 for i in range(rng.choice((0, 1, 64)))}
+    kernels = {
+        **KERNELS, "few": rng.choice(("a", "%s{}" * 9, "plan:")), "threshold": rng.choice((0, 2**31 - 1)),
+        "with_copy": rng.choice((None, {"many": "%s{}" * 9, "threshold": 0})), "threads": rng.choice((1, 1024)),
+    }  # fmt: skip
     return {"layer_ms": {rows: rng.choice((0, 1e-300, 1, 1e9)) for rows in ("1", "8", "64")}, "kernels": kernels}
 
 
@@ -377,6 +383,7 @@ class NodeUnderAttack:
             return self._attack_handshake(rng)
         peer = ScriptedCoordinator(worker=self.worker)
         peer.link.silence_limit_s = END_S
+        self.worker.jobs.put(self.worker.free_all)  # layers that it kept would not be asked for
         try:
             frames, harmless = self._lead(peer, depth)
             frames = of_either_side(rng) if rng.random() < 0.3 else frames
@@ -458,11 +465,13 @@ class NodeUnderAttack:
 
 
 def receive(link: wire.Connection, type_: str) -> wire.Frame:
-    """The next frame of a type; others are read and dropped."""
+    """The next frame of a type; a PING is answered, others are dropped."""
     while True:
         frame = link.recv(lambda frame, nbytes: None)
         if frame.type == type_:
             return frame
+        if frame.type == "PING":
+            link.send("PONG", {"busy_ms": 0})
 
 
 def finish(sock: socket.socket, data: bytes) -> None:

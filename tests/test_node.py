@@ -274,7 +274,7 @@ def test_a_neighbours_kernels_are_taken_over_when_they_exist_here_and_the_thread
     """A choice that no measuring would make tells the one from the other."""
     kernels = {"few": few, "many": "dequantize", "threshold": 7, "with_copy": None}
     kernels["threads"] = torch.get_num_threads() + more_threads
-    payload = {"config": CONFIG.to_wire(), "quant": "int8", "group_size": 64, "compute_dtype": "fp16"}
+    payload = {"config": CONFIG.to_wire(), "quant": "int8", "group_size": 64, "compute_dtype": "fp16", "kernels": None}
     monkeypatch.setattr(node.quant, "PATIENCE_S", 0.01)
     peer.link.send("MEASURE", {**payload, "kernels": kernels})
     measured = peer.receive("MEASURED").payload["kernels"]
@@ -470,7 +470,7 @@ HOSTILE_CONFIGS = [
 @pytest.mark.parametrize("type_", ["ASSIGNMENT", "MEASURE"])
 def test_a_config_that_no_model_has_is_a_bad_frame(peer, type_, changes):
     config = {**CONFIG.to_wire(), **changes}
-    measure = {"config": config, "quant": "fp16", "group_size": 64, "compute_dtype": "fp32"}
+    measure = {"config": config, "quant": "fp16", "group_size": 64, "compute_dtype": "fp32", "kernels": None}
     if type_ == "MEASURE":
         peer.link.send("MEASURE", measure)
     else:
@@ -480,7 +480,7 @@ def test_a_config_that_no_model_has_is_a_bad_frame(peer, type_, changes):
 
 def test_a_layer_larger_than_the_memory_is_not_measured(peer):
     config = {**CONFIG.to_wire(), "hidden_size": 2**24, "intermediate_size": 2**24}
-    peer.link.send("MEASURE", {"config": config, "quant": "int8", "group_size": 64, "compute_dtype": "fp32"})
+    peer.link.send("MEASURE", {"config": config, "quant": "int8", "group_size": 64, "compute_dtype": "fp32", "kernels": None})
     assert re.search(r"one layer needs \d+\.\d\d GiB", peer.receive("ERROR").payload["message"])
 
 
@@ -496,7 +496,7 @@ def test_hidden_states_larger_than_the_memory_are_a_bad_frame(peer, monkeypatch)
 
 @pytest.mark.parametrize("group_size", [1, 4096])
 def test_a_group_size_that_does_not_exist_is_a_bad_frame(peer, group_size):
-    payload = {"config": CONFIG.to_wire(), "quant": "int4", "group_size": group_size, "compute_dtype": "fp16"}
+    payload = {"config": CONFIG.to_wire(), "quant": "int4", "group_size": group_size, "compute_dtype": "fp16", "kernels": None}
     peer.link.send("MEASURE", payload)
     assert "group size" in peer.bad_frame()
 
