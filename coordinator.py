@@ -3441,6 +3441,7 @@ class Controller:
         if ready:
             self._close_bar()
             self.on_ready(pipeline, plan)
+            quant.release_freed_memory()  # what converting left behind, in an arena for each loader's thread
 
     def _on_load_failed(self, node: NodeRecord, frame: wire.Frame) -> None:
         reason = frame.payload["reason"]
