@@ -1887,7 +1887,8 @@ def _block_sums(weights: np.ndarray) -> np.ndarray:
 # Which node holds which layers. Pure: what a model needs and what the nodes have go in, a Plan comes out.
 
 GIB = 1 << 30
-PREFILL_CHUNK = 512  # rows of one prefill pass; a stage's working memory is sized for it
+PREFILL_CHUNK = 512  # most rows of one prefill pass; a stage's working memory is sized for it
+PREFILL_CHUNKS = (128, 256, PREFILL_CHUNK)
 HEADROOM = 1.10  # allocator slack and what nobody thought of
 PLAN_COSTS = ("even", "throughput", "latency")
 
@@ -2097,6 +2098,24 @@ def possible_plans(needs: ModelNeeds, offers: list[NodeOffer], required: int | N
         except NoPlan:
             continue  # not measured, or, for want of memory, none is possible
     return plans
+
+
+def prefill_chunk(tokens: int, stages: list[dict[str, float]]) -> int:
+    """Rows of the passes in which a prompt of so many tokens is through all stages soonest.
+
+    stages: {rows: milliseconds} of each, with "64" and "256" rows. Large chunks waste least; small ones let the stages
+    begin, and end, together: the first chunk passes all of them, then the slowest lets one through at a time.
+    """
+
+    def chunk_ms(times: dict[str, float], rows: int) -> float:
+        per_row = max(0.0, times["256"] - times["64"]) / (256 - 64)
+        return max(0.0, times["64"] - 64 * per_row) + per_row * rows
+
+    def total_ms(rows: int) -> float:
+        stage_ms = [chunk_ms(times, min(rows, tokens)) for times in stages]
+        return sum(stage_ms) + (math.ceil(tokens / rows) - 1) * max(stage_ms)
+
+    return PREFILL_CHUNK if len(stages) == 1 else min(reversed(PREFILL_CHUNKS), key=total_ms)
 
 
 def estimate_required(needs: ModelNeeds, offers: list[NodeOffer]) -> int:
@@ -3049,6 +3068,7 @@ class Pipeline:
         self.hidden_size = hidden_size
         self.wire_dtype = wire_dtype
         self.times = TimedPasses(len(links))
+        self.stage_ms: list[dict[str, float]] = []  # {rows: milliseconds} of each stage as measured before the plan
         self._deliver = deliver
         self._lock = threading.Lock()
         self._passes: dict[int, Pass] = {}
@@ -3578,6 +3598,10 @@ class Controller:
         links = [self.cluster.nodes[node_id].link for node_id in plan.node_ids]
         config = self.checkpoint.config
         self.pipeline = Pipeline(plan.epoch, links, config.hidden_size, self.model.wire_dtype, self._deliver)
+        layer_ms = [self.cluster.nodes[node_id].measured["layer_ms"] for node_id in plan.node_ids]
+        self.pipeline.stage_ms = [
+            {rows: stage.layers * ms for rows, ms in times.items()} for stage, times in zip(plan.stages, layer_ms)
+        ]
         return plan, self.pipeline
 
     def _deliver(self, request: Pass, hidden_states: torch.Tensor | None, error: str | None) -> None:
@@ -4391,7 +4415,8 @@ class Engine:
         if not prefilling:
             return
         sequence = min(prefilling, key=lambda s: s.slot.used_at)
-        stop = min(sequence.length, sequence.sent + PREFILL_CHUNK)
+        left = sequence.length - sequence.sent
+        stop = sequence.sent + min(left, prefill_chunk(left, self.pipeline.stage_ms))
         self._send("RUN_PREFILL", [Row(sequence, sequence.sent, stop, stop == sequence.length, sequence.slot)])
 
     def _send(self, kind: str, rows: list[Row]) -> None:

@@ -15,6 +15,7 @@ from coordinator import (
     FOUND_MEMORY_S,
     GIB,
     HEADROOM,
+    PREFILL_CHUNKS,
     RECOVERY_GRACE_S,
     ClusterState,
     MeasuredTimes,
@@ -29,6 +30,7 @@ from coordinator import (
     plan_table,
     plans_in_words,
     possible_plans,
+    prefill_chunk,
     share_memory,
 )
 
@@ -829,3 +831,36 @@ def test_a_node_that_cannot_measure_does_not_stop_the_others():
     assert cluster.to_measure(5.0 + FAILED_LOAD_PAUSE_S) == [b]
     cluster.load_failed(b, "RuntimeError: no kernel", None, 20.0)
     assert cluster.is_ready  # the plan does not need it
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Prefill chunks
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def simulated_ms(tokens: int, rows: int, stages: list[tuple[float, float]]) -> float:
+    """When the last chunk leaves the last stage; a stage takes fixed + per_row * rows for each chunk, in order."""
+    free_at = [0.0] * len(stages)
+    for start in range(0, tokens, rows):
+        here = 0.0
+        for i, (fixed, per_row) in enumerate(stages):
+            here = free_at[i] = max(here, free_at[i]) + fixed + per_row * min(rows, tokens - start)
+    return free_at[-1]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_prompts_are_cut_into_the_chunks_that_are_through_all_stages_soonest(seed):
+    rng = random.Random(seed)
+    stages = [(rng.choice((0.0, 1.0, 30.0, 200.0)), rng.uniform(0.1, 2.0)) for _ in range(rng.randrange(1, 5))]
+    tokens = rng.choice((1, 100, 600, 2048, 8000))
+    times = [{"64": fixed + 64 * per_row, "256": fixed + 256 * per_row} for fixed, per_row in stages]
+    best = min(simulated_ms(tokens, rows, stages) for rows in PREFILL_CHUNKS)
+    # the last chunk may be shorter, and stages may differ: near the best, not always at it
+    assert simulated_ms(tokens, prefill_chunk(tokens, times), stages) <= 1.1 * best
+
+
+def test_one_stage_or_cheap_rows_take_the_largest_chunks():
+    assert prefill_chunk(2048, [{"64": 10.0, "256": 40.0}]) == 512
+    assert prefill_chunk(2048, [{"64": 100.0, "256": 101.0}] * 2) == 512
+    assert prefill_chunk(2048, [{"64": 10.0, "256": 40.0}] * 2) == 128
+    assert prefill_chunk(2048, [{"64": 0.0, "256": 0.0}] * 2) == 512

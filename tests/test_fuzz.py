@@ -187,7 +187,7 @@ HELLO = {
     "max_memory_bytes": None, "held_memory_bytes": 0, "nonce": bytes(32),
 }  # fmt: skip
 KERNELS = {"few": "a", "many": "b", "threshold": 8, "with_copy": None, "threads": 1}
-MEASURED = {"layer_ms": {"1": 1.0, "8": 1.0, "64": 1.0}, "kernels": KERNELS}
+MEASURED = {"layer_ms": {"1": 1.0, "8": 1.0, "64": 1.0, "256": 1.0}, "kernels": KERNELS}
 NODE_FRAMES = {
     "HELLO": (HELLO, b""),
     "AUTH": ({"proof": None}, b""),
@@ -240,7 +240,7 @@ def odd_measured(rng) -> dict:
         **KERNELS, "few": rng.choice(("a", "%s{}" * 9, "plan:")), "threshold": rng.choice((0, 2**31 - 1)),
         "with_copy": rng.choice((None, {"many": "%s{}" * 9, "threshold": 0})), "threads": rng.choice((1, 1024)),
     }  # fmt: skip
-    return {"layer_ms": {rows: rng.choice((0, 1e-300, 1, 1e9)) for rows in ("1", "8", "64")}, "kernels": kernels}
+    return {"layer_ms": {rows: rng.choice((0, 1e-300, 1, 1e9)) for rows in ("1", "8", "64", "256")}, "kernels": kernels}
 
 
 # ----------------------------------------------------------------------------
