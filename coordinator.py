@@ -2890,11 +2890,11 @@ class _MappedRows:
 
     def __init__(self, file: _TensorFile, name: str):
         self._file = file
-        self._tensor = file.tensors.get_tensor(name)
+        self.tensor = file.tensors.get_tensor(name)
 
     def __getitem__(self, rows: torch.Tensor) -> torch.Tensor:
         self._file.check()
-        return self._tensor[rows]
+        return self.tensor[rows]
 
 
 def _listed(names: list[str]) -> str:
@@ -3231,7 +3231,8 @@ class Controller:
         """Opens the node port; returns the port (0 picks a free one). Nodes wait until `start`. Raises StartupError."""
         try:
             family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-            self._server = socket.create_server((host, port), family=family, backlog=128)
+            # In a full backlog a good node's packet is dropped too, and its system tries again only after a second.
+            self._server = socket.create_server((host, port), family=family, backlog=1024)
         except OSError as error:
             raise StartupError(
                 f"cannot listen on {host} port {port} (--node-host, --node-port): {error.strerror or error}"

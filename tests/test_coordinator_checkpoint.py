@@ -676,4 +676,4 @@ def test_ends(tmp_path, tied, weights):
 def test_the_embedding_stays_in_the_file(folder):
     checkpoint = Checkpoint(folder)
     ends = checkpoint.ends(FP16)
-    assert ends.embed_tokens.data_ptr() == checkpoint.tensor("model.embed_tokens.weight").data_ptr()
+    assert ends.embed_tokens.tensor.data_ptr() == checkpoint.tensor("model.embed_tokens.weight").data_ptr()
