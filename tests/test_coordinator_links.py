@@ -1,5 +1,6 @@
 """Links, controller and engine against nodes that live in this process, some of which misbehave on purpose."""
 
+import concurrent.futures
 import socket
 import threading
 import types
@@ -88,9 +89,11 @@ class Running:
     def wait_ready(self):
         assert self.controller.wait_until(lambda state: state.is_ready, 60)
 
-    def generate(self, count: int = 6) -> list[int]:
+    def generate(self, count: int = 6, prompt_lookup: bool = False) -> list[int]:
         sampling = coordinator.SamplingParams(temperature=0.0, ignore_eos=True)
-        generation = self.engine.submit(coordinator.GenerationRequest([[1, 2, 3, 4]], 1, count, sampling))
+        generation = self.engine.submit(
+            coordinator.GenerationRequest([[1, 2, 3, 4]], 1, count, sampling, prompt_lookup)
+        )
         events = iter(lambda: generation.next_event(60), generation.DONE)
         return [event.token_id for event in events if isinstance(event, coordinator.TokenEvent)]
 
@@ -310,6 +313,28 @@ def test_frames_of_an_older_plan_are_dropped_and_counted(running, right):
     )
     assert cluster.generate() == right
     assert cluster.controller.describe()["nodes"][0]["dropped_frames"] == 2
+
+
+def test_sequences_are_decoded_in_groups_where_that_is_quicker(running, right):
+    cluster = running(2)
+    cluster.join("first")
+    cluster.join("second")
+    cluster.wait_ready()
+    rows_cost = {"1": 1.0, "8": 8.0, "64": 64.0, "256": 256.0}
+    pipeline = cluster.controller.pipeline
+    pipeline.stage_times = [coordinator.StageTimes(rows_cost, 0.0, machine) for machine in ("one", "other")]
+    sent, send = [], pipeline.send
+
+    def noted(kind, hidden_states, *rest):
+        sent.append((kind, len(hidden_states), list(cluster.engine.in_flight.values()).count("RUN_DECODE")))
+        return send(kind, hidden_states, *rest)
+
+    pipeline.send = noted
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(cluster.generate, (40, 40)))
+    assert together[0] == together[1] and together[0][: len(right)] == right
+    decodes = [(rows, others) for kind, rows, others in sent if kind == "RUN_DECODE"]
+    assert (1, 1) in decodes and all(rows == 1 for rows, _ in decodes)
 
 
 def test_a_node_that_asks_and_never_reads_is_closed_and_the_memory_is_bounded(running, right, monkeypatch):

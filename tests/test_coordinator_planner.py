@@ -24,6 +24,8 @@ from coordinator import (
     NodeRecord,
     NodeState,
     NoPlan,
+    StageTimes,
+    decode_groups,
     estimate_required,
     make_plan,
     plan_advice,
@@ -834,33 +836,84 @@ def test_a_node_that_cannot_measure_does_not_stop_the_others():
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Prefill chunks
+# How passes are cut
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def simulated_ms(tokens: int, rows: int, stages: list[tuple[float, float]]) -> float:
-    """When the last chunk leaves the last stage; a stage takes fixed + per_row * rows for each chunk, in order."""
-    free_at = [0.0] * len(stages)
-    for start in range(0, tokens, rows):
+def stage_times(fixed: float, per_row: float, link_ms: float = 0.0, machine: object = None) -> StageTimes:
+    times = {str(rows): fixed + per_row * rows for rows in (1, 8, 64, 256)}
+    return StageTimes(times, link_ms, object() if machine is None else machine)
+
+
+def simulated_ms(passes: list[list[float]], links: list[float], machines: list[object]) -> float:
+    """When the last of the passes is back, sent one after another: [pass][stage] ms; stages of a machine take turns."""
+    free_at = dict.fromkeys(machines, 0.0)
+    back = 0.0
+    for stages in passes:
         here = 0.0
-        for i, (fixed, per_row) in enumerate(stages):
-            here = free_at[i] = max(here, free_at[i]) + fixed + per_row * min(rows, tokens - start)
-    return free_at[-1]
+        for ms, link, machine in zip(stages, links, machines):
+            here = free_at[machine] = max(here + link / 2, free_at[machine]) + ms
+            here += link / 2
+        back = max(back, here)
+    return back
+
+
+def test_times_lie_on_the_lines_between_the_measured_ones():
+    times = StageTimes({"1": 10.0, "8": 17.0, "64": 73.0, "256": 169.0}, 0.0, "m")
+    assert [times.ms(rows) for rows in (1, 2, 8, 36, 64, 160, 256, 512)] == [10, 11, 17, 45, 73, 121, 169, 297]
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_prompts_are_cut_into_the_chunks_that_are_through_all_stages_soonest(seed):
     rng = random.Random(seed)
-    stages = [(rng.choice((0.0, 1.0, 30.0, 200.0)), rng.uniform(0.1, 2.0)) for _ in range(rng.randrange(1, 5))]
+    stages = [
+        stage_times(rng.choice((0.0, 1.0, 30.0, 200.0)), rng.uniform(0.1, 2.0)) for _ in range(rng.randrange(1, 5))
+    ]
     tokens = rng.choice((1, 100, 600, 2048, 8000))
-    times = [{"64": fixed + 64 * per_row, "256": fixed + 256 * per_row} for fixed, per_row in stages]
-    best = min(simulated_ms(tokens, rows, stages) for rows in PREFILL_CHUNKS)
+    machines = [stage.machine for stage in stages]
+
+    def soonest(rows):
+        sizes = [min(rows, tokens - start) for start in range(0, tokens, rows)]
+        return simulated_ms([[stage.ms(size) for stage in stages] for size in sizes], [0.0] * len(stages), machines)
+
     # the last chunk may be shorter, and stages may differ: near the best, not always at it
-    assert simulated_ms(tokens, prefill_chunk(tokens, times), stages) <= 1.1 * best
+    assert soonest(prefill_chunk(tokens, stages)) <= 1.1 * min(map(soonest, PREFILL_CHUNKS))
 
 
 def test_one_stage_or_cheap_rows_take_the_largest_chunks():
-    assert prefill_chunk(2048, [{"64": 10.0, "256": 40.0}]) == 512
-    assert prefill_chunk(2048, [{"64": 100.0, "256": 101.0}] * 2) == 512
-    assert prefill_chunk(2048, [{"64": 10.0, "256": 40.0}] * 2) == 128
-    assert prefill_chunk(2048, [{"64": 0.0, "256": 0.0}] * 2) == 512
+    assert prefill_chunk(2048, [stage_times(0, 1)]) == 512
+    assert prefill_chunk(2048, [stage_times(100, 0.01)] * 2) == 512
+    assert prefill_chunk(2048, [stage_times(1, 1)] * 2) == 128
+    assert prefill_chunk(2048, [stage_times(0, 0)] * 2) == 512
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_decodes_are_divided_so_that_a_token_of_all_takes_the_least_time(seed):
+    rng = random.Random(seed)
+    machine, link_ms = ("one", (0.0,)) if rng.random() < 0.3 else (None, (0.0, 2.0, 60.0))
+    stages = [
+        stage_times(rng.choice((0.0, 5.0, 40.0)), rng.uniform(0.1, 5.0), rng.choice(link_ms), machine)
+        for _ in range(rng.randrange(1, 5))
+    ]
+    sequences = rng.randrange(1, 13)
+    links, machines = [stage.link_ms for stage in stages], [stage.machine for stage in stages]
+
+    def steady_ms(groups):  # of many tokens, each group sent again as soon as it is back
+        rows = -(-sequences // groups)
+        stage_ms = [stage.ms(rows) for stage in stages]
+        alone = simulated_ms([stage_ms], links, machines)
+        together = simulated_ms([stage_ms] * groups * 50, links, machines) / 50
+        return max(alone, together - alone / 50)
+
+    groups = decode_groups(sequences, stages)
+    assert 1 <= groups <= max(1, min(sequences, len(stages)))
+    assert steady_ms(groups) <= 1.15 * min(steady_ms(g) for g in range(1, min(sequences, len(stages)) + 1))
+
+
+def test_decodes_are_divided_only_over_machines_that_can_work_at_once():
+    assert decode_groups(8, [stage_times(5, 5), stage_times(5, 5)]) == 2
+    assert decode_groups(8, [stage_times(5, 5, machine="one"), stage_times(5, 5, machine="one")]) == 1
+    assert decode_groups(1, [stage_times(5, 5), stage_times(5, 5)]) == 1
+    assert decode_groups(8, [stage_times(5, 5)]) == 1
+    assert decode_groups(8, [stage_times(20, 0.01), stage_times(20, 0.01)]) == 1  # rows that cost nothing go together
+    assert decode_groups(8, [stage_times(0, 0), stage_times(0, 0)]) == 1
