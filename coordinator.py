@@ -2457,6 +2457,25 @@ class ClusterState:
         if stage:
             self.void_plan(f"node {node.node_id} could not load: {why}", now)
 
+    def ran_out_of_memory(self, node: NodeRecord, why: str, now: float) -> None:
+        """A node has loaded its layers, and then a pass did not fit beside them: it has less than it said. If the model
+        can be held with fewer layers there, the plan is void and the next one counts on too little for as many as now.
+        """
+        node.load_error = why
+        stage = self.stage_of(node)
+        if stage is None:
+            return
+        before = node.found_memory_bytes, node.found_at
+        offer = NodeOffer(node.node_id, node.device_type, None)
+        node.found_memory_bytes = _Costs(self.needs, offer).need_bytes(stage.start, stage.end) - 1
+        node.found_at = now
+        try:
+            make_plan(self.needs, self.offers(now), self.cost, len(self.plan.stages), self.epoch + 1)
+        except NoPlan:
+            node.found_memory_bytes, node.found_at = before  # there is no other way: shorter requests still work
+        else:
+            self.void_plan(f"node {node.node_id} ran out of memory: {why}", now)
+
     def stage_of(self, node: NodeRecord) -> StagePlan | None:
         """The node's part of the present plan."""
         stages = self.plan.stages if self.plan else ()
@@ -3377,7 +3396,7 @@ class Controller:
             "LOAD_COMPLETE": lambda frame: self._on_load_complete(node, frame),
             "LOAD_FAILED": lambda frame: self._on_load_failed(node, frame),
             "HIDDEN_STATE": lambda frame: self._on_hidden_state(link, frame),
-            "INFERENCE_ERROR": lambda frame: self._on_inference_error(link, frame),
+            "INFERENCE_ERROR": lambda frame: self._on_inference_error(node, frame),
         }
         why = "its reader failed"  # stays so only for a bug of ours, whose traceback is in the log
         try:
@@ -3513,10 +3532,25 @@ class Controller:
         if pipeline is not None and pipeline.epoch == frame.epoch:
             pipeline.on_hidden_state(link, frame)
 
-    def _on_inference_error(self, link: NodeLink, frame: wire.Frame) -> None:
+    def _on_inference_error(self, node: NodeRecord, frame: wire.Frame) -> None:
         pipeline = self.pipeline
-        if pipeline is not None and pipeline.epoch == frame.epoch:
-            pipeline.on_inference_error(link, frame)
+        if pipeline is None or pipeline.epoch != frame.epoch:
+            return
+        pipeline.on_inference_error(node.link, frame)
+        if frame.payload["code"] == "out_of_memory":
+            self._ran_out_of_memory(node, frame)
+
+    def _ran_out_of_memory(self, node: NodeRecord, frame: wire.Frame) -> None:
+        why = frame.payload["message"]
+        with self._changed:
+            if not self._is_current(node.link, frame) or self.cluster.plan is None:
+                return
+            self.cluster.ran_out_of_memory(node, why, time.monotonic())
+            if self.cluster.plan is not None:
+                return  # no other plan is possible
+            self.pipeline = None
+            self._changed.notify_all()
+        self.on_lost(frame.epoch, f"node {node.node_id} ran out of memory: {why}")
 
     def _lose(self, node: NodeRecord, why: str) -> None:
         with self._changed:

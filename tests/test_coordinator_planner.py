@@ -796,6 +796,22 @@ def test_less_memory_than_promised_is_planned_with_at_once():
         cluster.next_plan(2.0)
 
 
+def test_a_pass_without_memory_gives_its_node_fewer_layers_where_the_others_can_hold_them():
+    a, b = node("a", free=1000, host="h1"), node("b", free=1000, host="h2")
+    cluster = cluster_of(a, b, required=2)
+    plan_and_adopt(cluster)
+    cluster.ran_out_of_memory(a, "can't allocate", 1.0)
+    assert cluster.plan is None and a.load_error == "can't allocate"
+    assert [(stage.node_id, stage.layers) for stage in cluster.next_plan(1.0).stages] == [("a", 1), ("b", 3)]
+
+
+def test_a_pass_without_memory_leaves_the_plan_when_there_is_no_other():
+    cluster = cluster_of(node("a", free=1000))
+    plan = plan_and_adopt(cluster)
+    cluster.ran_out_of_memory(cluster.nodes["a"], "can't allocate", 1.0)
+    assert cluster.plan is plan and cluster.nodes["a"].found_memory_bytes is None
+
+
 def test_what_a_failed_load_found_is_forgotten_after_a_while():
     cluster = cluster_of(node("a", free=1000))
     plan_and_adopt(cluster)

@@ -224,8 +224,12 @@ def test_an_exception_in_a_layer_fails_its_request_in_words_and_the_node_lives(e
         status, answer = cluster.request("/v1/completions", {"prompt": ids(33)})
         assert status == 500 and answer["error"]["type"] == "server_error"
         assert re.search(f"Inference failed on node bad: {says}", answer["error"]["message"])
+        # a node that runs out of memory gets fewer layers
+        epoch, layers = (2, 3) if error == "out of memory" else (1, 4)
+        wait_until(lambda: (cluster.status()["epoch"], cluster.status()["state"]) == (epoch, "ready"))
         assert cluster.complete(ids(34))["usage"]["prompt_tokens"] == 34
-        assert cluster.status()["epoch"] == 1
+        bad = next(node for node in cluster.status()["nodes"] if node["node_id"] == "bad")
+        assert bad["layers"][1] - bad["layers"][0] == layers and cluster.status()["epoch"] == epoch
 
 
 def test_a_node_without_the_memory_that_it_promised_gets_fewer_layers():
