@@ -4478,15 +4478,28 @@ class Engine:
         return max(0, min(wanted, self.max_context - sequence.length))
 
     def _send_prefill_chunk(self) -> None:
-        """The next chunk of the sequence that was admitted first; chunks follow one another without waiting."""
+        """The next chunk of what is still to be prefilled, first come first; chunks follow one another without waiting.
+
+        Short prompts share a chunk. Alone are those that want the logprobs of their tokens, and those that were running
+        when a node was lost: one of them may have been the cause.
+        """
         prefilling = [s.sequence for s in self.slots if s.sequence is not None and s.sequence.is_prefilling]
-        prefilling = [s for s in prefilling if s.sent < s.length]
+        prefilling = sorted((s for s in prefilling if s.sent < s.length), key=lambda s: s.slot.used_at)
         if not prefilling:
             return
-        sequence = min(prefilling, key=lambda s: s.slot.used_at)
-        left = sequence.length - sequence.sent
-        stop = sequence.sent + min(left, prefill_chunk(left, self.pipeline.stage_times))
-        self._send("RUN_PREFILL", [Row(sequence, sequence.sent, stop, stop == sequence.length, sequence.slot)])
+        left = [sequence.length - sequence.sent for sequence in prefilling]
+        room = min(self.max_context, prefill_chunk(sum(left), self.pipeline.stage_times))  # nodes take no more rows
+        rows: list[Row] = []
+        for sequence in prefilling:
+            is_alone = sequence.wants_prompt_logprobs or sequence.lost_plans > 0
+            if room == 0 or (rows and is_alone):
+                break
+            stop = min(sequence.length, sequence.sent + room)
+            room -= stop - sequence.sent
+            rows.append(Row(sequence, sequence.sent, stop, stop == sequence.length, sequence.slot))
+            if is_alone:
+                break
+        self._send("RUN_PREFILL", rows)
 
     def _send(self, kind: str, rows: list[Row]) -> None:
         row_ids = [row.sequence.ids[row.start : row.stop] + row.drafts for row in rows]
@@ -4503,7 +4516,7 @@ class Engine:
         if rows[0].sequence.wants_prompt_logprobs:
             keep = kept_rows = len(token_ids)
         else:
-            keep = 1 + max(len(row.drafts) for row in rows) if rows[-1].is_last else 0
+            keep = 1 + max(len(row.drafts) for row in rows) if any(row.is_last for row in rows) else 0
             kept_rows = sum(1 + len(row.drafts) for row in rows) if keep else 0
         step = Step(self.pipeline, rows, time.monotonic(), not self.in_flight)
         request = self.pipeline.send(kind, embedded, slots, positions, keep, kept_rows, step)
@@ -4523,13 +4536,13 @@ class Engine:
                 self._fail_not_finite(rows[0].sequence, error, not_finite)
                 return
             hidden_states = hidden_states[-1:]
-        if not rows[-1].is_last:
+        if not any(row.is_last for row in rows):
             return
         logits = self.ends.logits(hidden_states)
         start = 0
         for row in rows:
             stop = start + 1 + len(row.drafts)
-            if row.sequence.slot is not None:
+            if row.is_last and row.sequence.slot is not None:
                 self._use_logits(row, logits[start:stop], not_finite)
             start = stop
 

@@ -623,7 +623,9 @@ HOPELESS = {
     64: 3,
     256: math.inf,
 }  # this many times slower than the best: not tried with more tokens
-MEASURED_WEIGHTS = SLAB_WEIGHTS  # of larger shapes one slab is measured; of less, what a call costs would count too much
+MEASURED_WEIGHTS = (
+    SLAB_WEIGHTS  # of larger shapes one slab is measured; of less, what a call costs would count too much
+)
 CACHE_BYTES = 64 * 2**20  # read between measurements, so that weights come from memory as they do in a whole model
 ANY_NUMBER = 2**31 - 1  # threshold of a choice with one kernel for everything
 FITS_CACHE_BYTES = 4 * 2**20  # layers this small: a model of them stays in the cache, and so does the measured one

@@ -1,6 +1,7 @@
 """Links, controller and engine against nodes that live in this process, some of which misbehave on purpose."""
 
 import concurrent.futures
+import functools
 import socket
 import threading
 import types
@@ -313,6 +314,40 @@ def test_frames_of_an_older_plan_are_dropped_and_counted(running, right):
     )
     assert cluster.generate() == right
     assert cluster.controller.describe()["nodes"][0]["dropped_frames"] == 2
+
+
+def test_short_prompts_share_a_pass_and_each_gets_its_own_answer(running):
+    cluster = running(2)
+    cluster.join("first")
+    cluster.join("second")
+    cluster.wait_ready()
+    sampling = coordinator.SamplingParams(temperature=0.0, ignore_eos=True)
+    prompts = [[1, 2, 3, 4], [9, 8, 7], [5] * 40, [6, 7], [11, 12, 13, 14, 15]]
+
+    def answer(*requests):
+        """{prompt index: ids} of requests that are all there before the engine looks."""
+        generations = [
+            coordinator.Generation(coordinator.GenerationRequest([p], 1, 5, sampling), cluster.engine) for p in requests
+        ]
+        cluster.engine._inbox.put(lambda: [cluster.engine._on_submit(generation) for generation in generations])
+        answers = []
+        for generation in generations:
+            events = iter(functools.partial(generation.next_event, 60), generation.DONE)
+            answers.append([event.token_id for event in events if isinstance(event, coordinator.TokenEvent)])
+        return answers
+
+    alone = [answer(prompt)[0] for prompt in prompts]
+    sent, send = [], cluster.controller.pipeline.send
+
+    def noted(kind, hidden_states, slots, *rest):
+        sent.append((kind, len(set(slots))))
+        return send(kind, hidden_states, slots, *rest)
+
+    cluster.controller.pipeline.send = noted
+    for slot in cluster.engine.slots:
+        slot.tokens, slot.settled = [], 0
+    assert answer(*prompts) == alone
+    assert ("RUN_PREFILL", 2) in sent
 
 
 def test_sequences_are_decoded_in_groups_where_that_is_quicker(running, right):
