@@ -545,6 +545,7 @@ class Worker(threading.Thread):
         self.jobs: queue.Queue = queue.Queue()
         self.busy_since: float | None = None
         self.stage: qwen.Stage | None = None
+        self.cache_reader: threading.Thread | None = None  # holds tensors of the stage while it fills them
         self.loaded: dict[int, tuple[LayerIdentity, qwen.DecoderLayer]] = {}
         self.kernel_choices: dict[tuple, object] = {}
 
@@ -584,8 +585,11 @@ class Worker(threading.Thread):
         return {i: layer for i, (_, layer) in self.loaded.items()}
 
     def leave_stage(self) -> None:
-        """Frees the stage's caches and what it has not loaded; loaded layers stay."""
+        """Frees the stage's caches and what it has not loaded; loaded layers stay. Its load must have been abandoned."""
         self.stage = None
+        if self.cache_reader is not None:
+            self.cache_reader.join()
+            self.cache_reader = None
         quant.release_freed_memory()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -828,6 +832,9 @@ class Session:
         def measure():
             device = self.worker.device
             have = free_memory_bytes(device)
+            if have is not None and need > have and self.worker.stage is None:
+                self.worker.free_all()  # layers of an earlier plan: before the next one is made, this must be known
+                have = free_memory_bytes(device)
             try:
                 if have is not None and need > have:  # some systems promise any amount and kill who uses it
                     raise MemoryError(f"one layer needs {gib(need)}, {device} has {gib(have)}")
@@ -902,10 +909,10 @@ class Session:
         loading.open_sources = {NETWORK, CACHE} if cached else {NETWORK}
         self._ask_for(assignment, absent)
         if cached:
-            reader = threading.Thread(
+            self.worker.cache_reader = threading.Thread(
                 target=self._read_cache, args=(assignment, cached), name="cache reader", daemon=True
             )
-            reader.start()
+            self.worker.cache_reader.start()
 
     def _ask_for(self, assignment: Assignment, arrivals: dict[str, Arrival]) -> None:
         """(worker) Has the coordinator send tensors."""
@@ -1106,7 +1113,8 @@ class Session:
         self.submit(apply)
 
     def _is_abandoned(self, assignment: Assignment) -> bool:
-        return self.closed.is_set() or self._is_stale(assignment)
+        """(cache reader) Nobody needs more of the cache: the connection has ended, the plan is gone, or loading failed."""
+        return self.closed.is_set() or self._is_stale(assignment) or CACHE not in assignment.loading.open_sources
 
     # -- (worker) ends -------------------------------------------------------------------------------------------------
 

@@ -369,6 +369,33 @@ def test_after_a_failed_load_nothing_counts_as_kept(sessions, monkeypatch):
     assert set(peer.assign(epoch=2)) == names_of(0, 1)
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["the plan changes", "loading fails"])
+def test_a_load_that_is_over_is_read_no_further_and_holds_no_memory(sessions, monkeypatch, fails):
+    load_into_cache(sessions)
+    peer = sessions(fresh=True)
+    reading, read_keys, readers = threading.Event(), [], []
+
+    def read_slowly(cache, key, buffer):
+        read_keys.append(key)
+        reading.set()
+        time.sleep(0.1)  # a disk
+        return True
+
+    def note_readers(device):
+        readers.append([thread for thread in threading.enumerate() if thread.name == "cache reader"])
+
+    monkeypatch.setattr(node.WeightCache, "read", read_slowly)
+    peer.assign(epoch=1)
+    assert reading.wait(30)
+    if fails:
+        loading = peer.session.assignment
+        peer.session.submit(lambda: peer.session._load_failed(loading, MemoryError()))
+        peer.receive("LOAD_FAILED")
+    monkeypatch.setattr(node, "free_memory_bytes", note_readers)
+    peer.assign(epoch=2, start=2, end=3)
+    assert readers == [[]] and len(read_keys) == 1
+
+
 def test_layers_stay_for_the_next_connection_with_empty_caches(sessions):
     first = sessions(cache=False)
     first.load(epoch=7)

@@ -486,6 +486,16 @@ def test_a_layer_larger_than_the_memory_is_not_measured(peer):
     assert re.search(r"one layer needs \d+\.\d\d GiB", peer.receive("ERROR").payload["message"])
 
 
+def test_layers_of_an_earlier_plan_make_room_for_measuring(peer, monkeypatch):
+    """A new coordinator asks first for this, and would be refused as long as the old one's layers stay."""
+    peer.load()
+    peer.worker.stage = None  # as when the connection of that plan has ended
+    monkeypatch.setattr(node, "free_memory_bytes", lambda device: 0 if peer.worker.loaded else 1 << 40)
+    measure = {"config": CONFIG.to_wire(), "quant": "fp16", "group_size": 64, "compute_dtype": "fp32", "kernels": None}
+    peer.link.send("MEASURE", measure)
+    assert peer.receive("MEASURED").payload["layer_ms"]["1"] > 0
+
+
 def test_hidden_states_larger_than_the_memory_are_a_bad_frame(peer, monkeypatch):
     def no_memory(nbytes):
         raise MemoryError
