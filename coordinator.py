@@ -2263,6 +2263,8 @@ def plan_advice(needs: ModelNeeds, offers: list[NodeOffer], plan: Plan, plans: d
         )
     slowest = max(plan.stages, key=lambda stage: stage.total_ms)
     for cost, what in (("latency", "token_ms"), ("throughput", "slowest_ms")):
+        if cost not in plans:  # nodes that only "latency" may leave out have no room for a layer
+            continue
         now, then = getattr(plan, what), getattr(plans[cost], what)
         if now > WORTH_SAYING * then:
             name = "one token" if cost == "latency" else "the slowest stage"
@@ -3698,7 +3700,8 @@ class Controller:
         plans = possible_plans(needs, offers, required, cluster.minimum or 1)
         advice = plan_advice(needs, offers, plan, plans)
         with self._changed:
-            cluster.plans, cluster.advice = plans, advice
+            if cluster.plan is plan:  # else it is void by now, and there is nothing to compare
+                cluster.plans, cluster.advice = plans, advice
         others = {cost: other for cost, other in plans.items() if cost != cluster.cost}
         log.info("epoch %d, by --plan %s; others would give: %s", plan.epoch, cluster.cost, plans_in_words(others))
 

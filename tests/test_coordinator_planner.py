@@ -414,6 +414,14 @@ def test_advice_is_given_only_where_it_matters():
     assert advice_for(offers(None, None, layer_ms=None), required=2) is None
 
 
+def test_nodes_too_small_for_a_layer_that_latency_leaves_out_need_no_other_plan():
+    """Three nodes must be there; no plan over three of them exists, but the quickest needs only one."""
+    needs, nodes = FakeNeeds([10] * 4), offers(1000, 1000, 5)
+    plans = possible_plans(needs, nodes, None, 3)
+    assert list(plans) == ["latency"]
+    assert plan_advice(needs, nodes, make_plan(needs, nodes, "latency", None, 1, at_least=3), plans) is None
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Cluster state
 # ----------------------------------------------------------------------------------------------------------------------
