@@ -6905,7 +6905,8 @@ class Coordinator:
         table = self.controller.plan_table()
         if table is None:  # void since
             return compared
-        log.info("epoch %d, after %d tokens, plan:\n%s", status["epoch"], status["token_ms"]["passes"], table)
+        passes, own_lines = status["token_ms"]["passes"], {"own_lines": True}
+        log.info("epoch %d, after %d tokens, plan:\n%s", status["epoch"], passes, table, extra=own_lines)
         return status["epoch"]
 
     def _on_signal(self, *_) -> None:
