@@ -3151,7 +3151,8 @@ class Pipeline:
     def control(self, type: str, payload: dict) -> None:
         """CLEAR_CACHE or COPY_CACHE to all stages, in order with the passes."""
         for link in self.links:
-            link.cache_changes += 1
+            with self._lock:
+                link.cache_changes += 1
             link.writer.put(type, payload, epoch=self.epoch)
 
     def _run(self, request: Pass, raw) -> None:
@@ -3750,6 +3751,9 @@ class Controller:
                 self.cluster.void_plan(str(error), time.monotonic())
                 self.cluster.refuse(str(error))
                 self._changed.notify_all()
+        except Exception as error:  # a bug of ours, or no memory to convert in: the plan would wait for ever
+            log.exception("loading %s failed", link.node_id)
+            link.connection.close(f"its weights could not be sent: {error!r}")
 
     def _expect_of_plan(self, link: NodeLink, type: str, epoch: int, extra_s: float = 0.0) -> bool:
         """Notes what a node will owe; False when the plan is gone by now, so that nothing of it may be asked any more."""

@@ -171,6 +171,23 @@ def test_a_loader_that_was_overtaken_by_the_next_plan_asks_for_nothing(running, 
     assert cluster.generate() == right and cluster.controller.cluster.epoch == 1
 
 
+def test_weights_that_cannot_be_sent_end_the_link_and_not_the_plans_to_come(running, right, monkeypatch):
+    convert, failed = coordinator.Checkpoint.stored_parts, []
+
+    def fail_once(*args):
+        if not failed:
+            failed.append(args)
+            raise MemoryError
+        return convert(*args)
+
+    monkeypatch.setattr(coordinator.Checkpoint, "stored_parts", fail_once)
+    cluster = running(1)
+    assert cluster.join("first").closed.wait(30)
+    cluster.join("second")
+    cluster.wait_ready()
+    assert cluster.generate() == right
+
+
 def test_a_copied_prefix_waits_for_the_stages_that_do_not_hold_it_yet(running):
     cluster = running(2)
     sessions = {name: cluster.join(name) for name in ("a", "b")}
