@@ -4195,6 +4195,7 @@ class Engine:
         self.ends: qwen.Ends | None = None  # comes with `start`
         self.token_mask = token_mask
         self.max_context = max_context
+        self.most_rows = max(slots, min(PREFILL_CHUNK, max_context))  # nodes have planned memory for no larger pass
         self.slots = [Slot(i) for i in range(slots)]
         self.waiting: deque[Sequence] = deque()
         self.pipeline: Pipeline | None = None
@@ -4475,8 +4476,12 @@ class Engine:
         if not any(guesses):
             return guesses
         now = time.monotonic()
+
+        def seconds(rows: int) -> float:
+            return self.step_times.estimate(rows, now) if rows <= self.most_rows else math.inf
+
         worth = [(s.lookup.hit_rate if s.lookup else 0.0, len(ids)) for s, ids in zip(sequences, guesses)]
-        sizes = draft_sizes(worth, lambda rows: self.step_times.estimate(rows, now))
+        sizes = draft_sizes(worth, seconds)
         return [ids[:size] for ids, size in zip(guesses, sizes)]
 
     def _room_for_drafts(self, sequence: Sequence) -> int:
@@ -4495,7 +4500,7 @@ class Engine:
         if not prefilling:
             return
         left = [sequence.length - sequence.sent for sequence in prefilling]
-        room = min(self.max_context, prefill_chunk(sum(left), self.pipeline.stage_times))  # nodes take no more rows
+        room = min(self.most_rows, prefill_chunk(sum(left), self.pipeline.stage_times))
         rows: list[Row] = []
         for sequence in prefilling:
             is_alone = sequence.wants_prompt_logprobs or sequence.lost_plans > 0

@@ -2,6 +2,8 @@
 
 import concurrent.futures
 import functools
+import itertools
+import random
 import socket
 import threading
 import types
@@ -15,6 +17,7 @@ import node
 import qwen
 import wire
 
+MIXED_REQUESTS = 10
 DEVICES = [{"id": "cpu", "type": "cpu", "name": "cpu", "total_memory": 1 << 34, "free_memory": 1 << 34}]
 
 
@@ -39,14 +42,15 @@ def ends(checkpoint):
 class Running:
     """A controller and an engine on a free port, and the nodes that a test gives them."""
 
-    def __init__(self, checkpoint, ends, required):
+    def __init__(self, checkpoint, ends, required, slots=2, max_context=128):
         weights = qwen.WeightFormat("fp16", 64, "fp32")
-        needs = coordinator.ModelNeeds(checkpoint.config, weights, 2, 128)
+        needs = coordinator.ModelNeeds(checkpoint.config, weights, slots, max_context)
         state = coordinator.ClusterState(needs, "even", required, None, None)
         model = coordinator.ModelOnWire("tiny", weights, "fp32")
         self.controller = coordinator.Controller(checkpoint, model, state, None)
-        tokenizer = coordinator.Tokenizer(TINY_CHAT, checkpoint.raw_config)
-        self.engine = coordinator.Engine(self.controller, tokenizer.token_mask, 2, 128)
+        self.tokenizer = coordinator.Tokenizer(TINY_CHAT, checkpoint.raw_config)
+        self.engine = coordinator.Engine(self.controller, self.tokenizer.token_mask, slots, max_context)
+        self.model_id, self.system_fingerprint, self.max_context = "tiny", "", max_context  # as of a Service
         self.port = self.controller.listen("127.0.0.1", 0)
         self.controller.start()
         self.controller.allow_measuring()
@@ -98,6 +102,17 @@ class Running:
         events = iter(lambda: generation.next_event(60), generation.DONE)
         return [event.token_id for event in events if isinstance(event, coordinator.TokenEvent)]
 
+    def complete(self, body: dict, leave_after: int | None = None) -> dict:
+        """The answer to a completion's body; leave_after: what has come of it when so many deltas have."""
+        job = coordinator.prepare_job(coordinator.parse_request(body, chat=False), self)
+        generation = self.engine.submit(job.request)
+        try:
+            meter = coordinator.TokenMeter(coordinator.Metrics(), 0.0)
+            deltas = coordinator.answer_deltas(job, generation, meter, 60)
+            return coordinator.fold_answer(job, itertools.islice(deltas, leave_after))
+        finally:
+            generation.close()
+
     def close(self):
         self.engine.stop("the test is over")
         self.controller.stop()
@@ -109,8 +124,8 @@ class Running:
 def running(checkpoint, ends):
     made = []
 
-    def make(required):
-        made.append(Running(checkpoint, ends, required))
+    def make(required, **limits):
+        made.append(Running(checkpoint, ends, required, **limits))
         return made[-1]
 
     yield make
@@ -524,3 +539,72 @@ def test_strangers_on_the_node_port_are_closed_and_change_nothing(running, data)
     cluster.join("good")
     cluster.wait_ready()
     assert cluster.generate()
+
+
+def test_drafts_make_no_pass_larger_than_nodes_take(running, monkeypatch):
+    monkeypatch.setattr(coordinator.StepTimes, "estimate", lambda times, rows, now: 1.0)  # drafts cost nothing
+    engine = running(1, slots=6, max_context=40).engine
+    request = coordinator.GenerationRequest([[1, 2] * 5], 6, 30, coordinator.SamplingParams())
+    generation = coordinator.Generation(request, engine)
+    sequences = [coordinator.Sequence(generation, i, 0, request.prompts[0], None) for i in range(request.n)]
+    for sequence in sequences:
+        sequence.lookup = coordinator.PromptLookup(sequence.ids)
+    drafts = engine._drafts(sequences)
+    assert any(drafts) and sum(1 + len(ids) for ids in drafts) <= engine.max_context
+
+
+# ----------------------------------------------------------------------------
+# Any mix of requests at once
+# ----------------------------------------------------------------------------
+
+TEXTS = (
+    "the cat sat on the mat, " * 4,
+    "12 + 30 = 42; 12 + 30 = 42; 12 + 31 =",
+    "Once upon a time",
+    "a b c d a b c d a b c d a b c",
+)
+STOPS = (None, None, " ", "the", ["c d a", "42"], "\n")
+
+
+def random_body(rng: random.Random, max_context: int) -> dict:
+    """A completion that repeats itself, shares its beginning with others, stops anywhere, or fills the context."""
+    ids = list(rng.choice(TEXTS).encode()) * rng.choice([1, 1, 2])  # tiny-chat's first 256 ids are bytes
+    ids = ids[: rng.choice([max_context - 1, max_context - 2, *(rng.randrange(1, max_context) for _ in range(4))])]
+    return {
+        "prompt": ids,
+        "max_tokens": rng.choice([1, 2, 5, 17, 40, max_context]),
+        "temperature": rng.choice([0, 0, 0.3, 1.0]),
+        "seed": rng.randrange(1000),
+        "n": rng.choice([1, 1, 1, 2, 3]),
+        "stop": rng.choice(STOPS),
+        "logprobs": rng.choice([None, None, 2]),
+        "ignore_eos": rng.random() < 0.7,
+        "echo": rng.random() < 0.1,
+        "repetition_penalty": rng.choice([1.0, 1.0, 1.2]),
+    }
+
+
+def of_choices(answer: dict) -> list[tuple]:
+    """What must not depend on drafts or neighbours: text, tokens, why it ended."""
+    return [(c["text"], (c["logprobs"] or {}).get("tokens"), c["finish_reason"]) for c in answer["choices"]]
+
+
+@pytest.mark.parametrize("slots, max_context", [(3, 96), (6, 40)])
+def test_any_mix_of_requests_is_answered_as_each_alone_without_drafts(running, slots, max_context):
+    rng = random.Random(slots)
+    cluster = running(2, slots=slots, max_context=max_context)
+    sessions = [cluster.join(name) for name in ("a", "b")]
+    cluster.wait_ready()
+    bodies = [random_body(rng, max_context) for _ in range(MIXED_REQUESTS)]
+    alone = [cluster.complete(body | {"prompt_lookup": False}) for body in bodies]
+    leaves = [rng.choice([None, None, rng.randrange(1, 20)]) for _ in bodies]
+    with concurrent.futures.ThreadPoolExecutor(2 * slots) as pool:
+        together = list(pool.map(cluster.complete, bodies, leaves))
+    for body, leave, mine, single in zip(bodies, leaves, together, alone):
+        if leave is None:
+            assert of_choices(mine) == of_choices(single), body
+            assert mine["usage"]["completion_tokens"] == single["usage"]["completion_tokens"], body
+        else:
+            assert all(s["text"].startswith(m["text"]) for m, s in zip(mine["choices"], single["choices"])), body
+    assert cluster.engine.accepted_drafts and cluster.engine.drafted_tokens > cluster.engine.accepted_drafts
+    assert not any(session.closed.is_set() for session in sessions)
