@@ -3033,6 +3033,7 @@ class NodeLink:
         return self.awaited is not None and self.awaited[0] == "MEASURED"
 
     def expect(self, type: str, epoch: int | None = None, extra_s: float = 0.0) -> None:
+        """Notes what the node owes from now on: ANSWER_LIMIT_S and extra_s later it is given up."""
         self.awaited = (type, time.monotonic() + ANSWER_LIMIT_S[type] + extra_s, epoch)
 
     def ping(self, times: int = 1) -> None:
@@ -3090,10 +3091,12 @@ class TimedPasses:
         self._token = deque(maxlen=TIMED_PASSES)
 
     def add_stage(self, stage: int, round_trip_ms: float, compute_ms: float) -> None:
+        """One stage's time, of which compute_ms were the node's own."""
         self._compute[stage].append(compute_ms)
         self._link[stage].append(max(0.0, round_trip_ms - compute_ms))
 
     def add_token(self, milliseconds: float) -> None:
+        """The time through all stages, whose own have been added before."""
         self._token.append(milliseconds)
 
     def medians(self, node_ids: tuple[str, ...]) -> MeasuredTimes:
@@ -3842,7 +3845,7 @@ class Controller:
             return self.cluster.not_ready_error()
 
     def wait_until(self, holds: Callable[[ClusterState], bool], timeout_s: float) -> bool:
-        """Waits until a condition on the cluster holds (for the tests and for start-up messages)."""
+        """Waits until a condition on the cluster holds (for the tests)."""
         with self._changed:
             return self._changed.wait_for(lambda: holds(self.cluster), timeout_s)
 
@@ -3998,6 +4001,7 @@ class StepTimes:
         self._measured: dict[int, tuple[float, float]] = {}  # rows, rounded up to a power of two -> (seconds, when)
 
     def add(self, rows: int, seconds: float, now: float) -> None:
+        """A pass took so long. Slower than known is believed slowly: something else may have been running."""
         size = 1 << (rows - 1).bit_length()
         old, at = self._measured.get(size, (seconds, now))
         is_known = now - at < STEP_TIME_LIFE_S

@@ -630,11 +630,7 @@ class VersionMismatch(BadFrame):
 
 
 class OtherProtocol(BadFrame):
-    """The peer speaks something else: `protocol` is "HTTP", "TLS" or "SSH"."""
-
-    def __init__(self, peer: str, protocol: str):
-        super().__init__(f"{peer}: this looks like {protocol}")
-        self.protocol = protocol
+    """The peer speaks something else, which the message names: HTTP, TLS or SSH."""
 
 
 class PeerClosed(Exception):
@@ -833,7 +829,7 @@ class Connection:
         if not 1 <= nbytes <= self._map_limit():
             for protocol, beginnings in _FIRST_BYTES.items():
                 if length.startswith(beginnings):
-                    raise OtherProtocol(self.peer, protocol)
+                    raise OtherProtocol(f"{self.peer}: this looks like {protocol}")
             raise self.bad_frame(f"a map of {nbytes} bytes; the limit is {self._map_limit()}")
         data = bytearray(nbytes)
         self._receive_into(memoryview(data))
