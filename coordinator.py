@@ -305,12 +305,6 @@ def _number_in(low: float, high: float) -> FieldCheck:
     return check
 
 
-def _repetition_penalty(value: object, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1e6:
-        raise _wrong_field(name, "a number greater than 0")
-    return float(value)
-
-
 def _top_k(value: object, name: str) -> int:
     return max(_integer_in(-1, MAX_COUNT)(value, name), 0)  # -1 and 0 both mean off
 
@@ -544,7 +538,7 @@ COMMON_FIELDS = {
     "top_p": RequestField(_number_in(0, 1), 1.0),
     "top_k": RequestField(_top_k, 0),
     "min_p": RequestField(_number_in(0, 1), 0.0),
-    "repetition_penalty": RequestField(_repetition_penalty, 1.0),
+    "repetition_penalty": RequestField(_number_in(1e-6, 1e6), 1.0),  # divides logits: fp32 has to hold the result
     "presence_penalty": RequestField(_number_in(-2, 2), 0.0),
     "frequency_penalty": RequestField(_number_in(-2, 2), 0.0),
     "logit_bias": RequestField(_logit_bias, {}),
@@ -1692,15 +1686,20 @@ class Sampler:
         self.params = params
         self.generated = 0
         self._token_mask = token_mask
-        self._scores = None  # made by the first sample: choices may wait long, and this is 1.2 MB at 152k tokens
+        self._scores = None  # with all else that takes room, made by the first sample
         self._greedy = params.temperature < GREEDY_BELOW
         self._random = _random_generator(params.seed, choice_index)
         self._suppressed_ids = np.array(sorted({*params.eos_ids, *params.stop_token_ids}), dtype=np.int64)
-        self._bias_ids = np.array(list(params.logit_bias.keys()), dtype=np.int64)
-        self._bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
         self._penalized = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
+        self._prompt_ids = prompt_ids
+
+    def _begin(self) -> None:
+        """Megabytes with a large vocabulary, long prompt or many biases, and a request's thousand choices may wait."""
+        self._scores = _Scores(self._token_mask)
+        self._bias_ids = np.array(list(self.params.logit_bias.keys()), dtype=np.int64)
+        self._bias = np.array(list(self.params.logit_bias.values()), dtype=np.float32)
         # Ids seen so far, each once, with how often it was generated: the only ones that penalties touch.
-        self._seen_ids = np.unique(np.array(prompt_ids if self._penalized else [], dtype=np.int64))
+        self._seen_ids = np.unique(np.array(self._prompt_ids if self._penalized else [], dtype=np.int64))
         self._seen_counts = np.zeros(len(self._seen_ids), dtype=np.float32)
         self._seen_row = {int(token_id): row for row, token_id in enumerate(self._seen_ids)}
 
@@ -1710,7 +1709,7 @@ class Sampler:
         Raises FloatingPointError when a logit is NaN or +inf, or when no token is left to draw.
         """
         if self._scores is None:
-            self._scores = _Scores(self._token_mask)
+            self._begin()
         self._scores.load(logits.numpy())
         scores = self._scores.work
         self._adjust(scores)
@@ -5427,12 +5426,13 @@ def read_head(incoming: Incoming, limits: HttpLimits) -> RequestHead | None:
     """The next request's head; None when the connection ends, or stays idle, before one begins."""
     idle_until = time.monotonic() + limits.idle_s
     while not incoming.buffer.lstrip(b"\r\n"):
+        incoming.buffer.clear()  # empty lines in front of a request are allowed; however many come, none is kept
         try:
             if not incoming.fill(idle_until):
                 return None
         except ApiError:
             return None
-    del incoming.buffer[: len(incoming.buffer) - len(incoming.buffer.lstrip(b"\r\n"))]
+    incoming.buffer = incoming.buffer.lstrip(b"\r\n")
     if not incoming.buffer[:1].isalpha():  # TLS, JSON: do not wait for a line end that may never come
         raise ApiError.invalid("This is not an HTTP request. The server speaks plain HTTP.")
     deadline = time.monotonic() + limits.head_s

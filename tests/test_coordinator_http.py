@@ -24,10 +24,12 @@ from coordinator import (
     ApiError,
     HttpLimits,
     HttpServer,
+    Incoming,
     Metrics,
     RequestHead,
     StartupError,
     printable,
+    read_head,
 )
 
 WAIT_S = 20  # how long a test waits for something that must happen; nothing depends on the value
@@ -999,6 +1001,27 @@ WIRE_GOOD = {
 def test_unusual_but_correct_requests(server, name):
     (reply,) = exchange_raw(server, WIRE_GOOD[name])
     assert reply.status == 200 and reply.json["choices"][0]["text"].startswith("Hello")
+
+
+def test_empty_lines_before_a_request_do_not_pile_up():
+    ours, theirs = socket.socketpair()
+    kept = []
+
+    class Watched(Incoming):
+        def fill(self, deadline):
+            more = super().fill(deadline)
+            kept.append(len(self.buffer))
+            return more
+
+    def send():
+        ours.sendall(b"\r\n" * 500_000 + CLOSING_GET)
+
+    with ours, theirs:
+        thread = threading.Thread(target=send)
+        thread.start()
+        assert read_head(Watched(theirs), HttpLimits()).path == "/health"
+        thread.join()
+    assert max(kept) <= Incoming.READ_BYTES
 
 
 def test_pipelined_requests_are_answered_in_order(server):

@@ -118,7 +118,7 @@ BOTH_ROUTES = {
     "top_p": ([(0, 0.0), (1, 1.0), (None, 1.0)], [*NUMBERS_NEVER, 1.01, -0.1]),
     "top_k": ([(0, 0), (-1, 0), (5, 5), (10**6, 10**6), (None, 0)], [*INTEGERS_NEVER, -2]),
     "min_p": ([(0, 0.0), (0.5, 0.5), (None, 0.0)], [*NUMBERS_NEVER, 1.1]),
-    "repetition_penalty": ([(1.1, 1.1), (0.5, 0.5), (None, 1.0)], [*NUMBERS_NEVER, 0, -1]),
+    "repetition_penalty": ([(1e-6, 1e-6), (1e6, 1e6), (None, 1.0)], [*NUMBERS_NEVER, 0, -1, 1e-7, 5e-324]),
     "presence_penalty": ([(-2, -2.0), (2, 2.0), (None, 0.0)], [*NUMBERS_NEVER, 2.1]),
     "frequency_penalty": ([(-2, -2.0), (2, 2.0), (None, 0.0)], [*NUMBERS_NEVER, -2.1]),
     "logit_bias": (

@@ -5,12 +5,13 @@ Run: python -m pytest tests/test_coordinator_sampler.py
 
 import math
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
 import torch
 
-from coordinator import LOGPROB_FLOOR, Sampler, SamplingParams, logprob_rows
+from coordinator import COMMON_FIELDS, LOGPROB_FLOOR, Sampler, SamplingParams, logprob_rows, read_fields
 
 VOCAB = 151936  # Qwen2.5's embedding; 151665 of its rows have a token
 TOKENS = 151665
@@ -250,6 +251,29 @@ def test_penalties_change_greedy_answers():
     assert draw_many(make(4, temperature=0, frequency_penalty=0.15), logits, 4) == [0, 1, 0, 2]
     assert draw_many(make(4, temperature=0, repetition_penalty=1.2, prompt_ids=[0]), logits, 1) == [1]
     assert draw_many(make(4, temperature=0, presence_penalty=1.0, prompt_ids=[0]), logits, 1) == [0]
+
+
+def test_the_extremes_that_requests_may_ask_for_still_draw():
+    logits = random_logits(40, scale=1000.0)
+    fields = [{"repetition_penalty": 1e-6}, {"repetition_penalty": 1e6}, {"temperature": 5e-324}, {"temperature": 2}]
+    fields += [{"top_p": 5e-324}, {"top_p": 0}, {"min_p": 5e-324}, {"min_p": 1}, {"top_k": 2**31 - 1}, {"top_k": 1}]
+    fields += [{"presence_penalty": 5e-324}, {"logit_bias": {str(i): -100 for i in range(40)}}]
+    for asked in fields:
+        values = read_fields(asked, COMMON_FIELDS)
+        sampler = make(40, prompt_ids=range(40), seed=0, **{name: values[name] for name in asked})
+        assert len(draw_many(sampler, logits, 5)) == 5
+
+
+def test_choices_that_wait_take_no_room():
+    """One request may have 1,024 choices, and 64 requests may wait: half a megabyte each would be 34 GB."""
+    prompt_ids, bias = list(range(8000)), {i: -1.0 for i in range(20_000)}
+    params = SamplingParams(repetition_penalty=1.1, logit_bias=bias)
+    mask = np.ones(VOCAB, dtype=bool)
+    tracemalloc.start()
+    waiting = [Sampler(params, mask, prompt_ids, i) for i in range(50)]
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size / len(waiting) < 10_000
 
 
 def test_bias_of_100_forces_and_of_minus_100_bans():
