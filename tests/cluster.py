@@ -195,7 +195,8 @@ class Cluster:
         arguments += ["--node-port", "0", "--api-port", "0"]
         if nodes:
             arguments += ["--max-nodes", str(nodes)]
-        self.coordinator = self._launch("coordinator", arguments + list(map(str, flags)))
+        self._arguments = arguments + list(map(str, flags))
+        self.coordinator = self._launch("coordinator", self._arguments)
         self.nodes: list[Program] = []
         self._count = nodes
 
@@ -204,8 +205,7 @@ class Cluster:
 
     def __enter__(self):
         try:
-            ports = self.coordinator.wait_for(r"HTTP API on .* port (\d+), node port (\d+)")
-            self.api_port, self.node_port = int(ports[1]), int(ports[2])
+            self._wait_for_ports()
             for _ in range(self._count):
                 self.add_node()
             if self._count:
@@ -217,6 +217,16 @@ class Cluster:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+    def _wait_for_ports(self) -> None:
+        ports = self.coordinator.wait_for(r"HTTP API on .* port (\d+), node port (\d+)")
+        self.api_port, self.node_port = int(ports[1]), int(ports[2])
+
+    def restart_coordinator(self) -> None:
+        """Kills the coordinator and starts another on the same node port."""
+        self.coordinator.kill()
+        self.coordinator = self._launch("coordinator", [*self._arguments, "--node-port", str(self.node_port)])
+        self._wait_for_ports()
 
     def add_node(self, *flags: str, port: int | None = None) -> Program:
         """Starts one more node."""
@@ -305,14 +315,14 @@ class WarmCluster(Cluster):
     """A Cluster of forked programs: it is there at once, its nodes measure briefly, and they can be given faults."""
 
     def __init__(self, *args, faults: tuple = (), **kwargs):
-        self._faults = faults
+        self._faults = {"coordinator": faults, "node": ()}
         super().__init__(*args, **kwargs)
 
     def _launch(self, program: str, arguments: list[str]) -> Program:
         quick = (("setting", "node.MEASURE_SECONDS", 0.01),)
-        return WarmProgram(program, arguments, quick + self._faults)
+        return WarmProgram(program, arguments, quick + self._faults[program])
 
     def add_node(self, *flags: str, port: int | None = None, faults: tuple = ()) -> Program:
         """Starts one more node, which has these faults."""
-        self._faults = faults
+        self._faults["node"] = faults
         return super().add_node(*flags, port=port)

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from cluster import TINY_CHAT, Cluster
+from cluster import TINY_CHAT, WarmCluster
 
 import coordinator
 
@@ -30,7 +30,7 @@ def real_model() -> Path:
 def _shared_cluster(quant: str, nodes: int, *flags: str):
     @pytest.fixture(scope="session", name=f"{quant}_cluster" if nodes == 2 else f"{quant}_cluster_of_{nodes}")
     def cluster():
-        with Cluster(TINY_CHAT, nodes=nodes, flags=("--quant", quant, *flags)) as running:
+        with WarmCluster(TINY_CHAT, nodes=nodes, flags=("--quant", quant, *flags)) as running:
             yield running
 
     return cluster

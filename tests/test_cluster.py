@@ -16,8 +16,7 @@ from pathlib import Path
 import openai
 import pytest
 import torch
-from cluster import ROOT, TINY_CHAT, Cluster, Program, environment, wait_until
-from slow_node import SLOW_MS
+from cluster import ROOT, TINY_CHAT, Cluster, Program, WarmCluster, WarmProgram, environment, wait_until
 from test_wire import HELLO
 
 import coordinator
@@ -65,13 +64,15 @@ def greedy(model, ids: list[int], count: int) -> list[int]:
     return out[0, len(ids) :].tolist()
 
 
-def test_the_logits_that_are_sampled_from_equal_transformers_through_a_node_process():
-    flags = ["--local-nodes", "1", "--dtype", "fp32", "--node-port", "0", "--api-port", "0"]
+def test_the_logits_that_are_sampled_from_equal_transformers_through_a_node_process(tmp_path):
+    flags = ["--max-nodes", "1", "--dtype", "fp32", "--node-port", "0", "--api-port", "0"]
     flags += ["--node-host", "127.0.0.1", "--api-host", "127.0.0.1", "--log-level", "warning"]
     running = coordinator.Coordinator(coordinator.parse_args(flags))
     seen = []
     try:
         running.start()
+        port = running.controller._server.getsockname()[1]
+        node = WarmProgram("node", ["--host", "127.0.0.1", "--port", str(port), "--work-dir", str(tmp_path)])
         assert running.controller.wait_until(lambda cluster: cluster.is_ready, 120)
         head = running.engine.ends.logits
         running.engine.ends.logits = lambda hidden_states: seen.append(head(hidden_states)) or seen[-1]
@@ -84,6 +85,7 @@ def test_the_logits_that_are_sampled_from_equal_transformers_through_a_node_proc
         answer = [event.token_id for event in events if isinstance(event, coordinator.TokenEvent)]
     finally:
         running.stop()
+    node.kill()
     model = transformers_model(TINY_CHAT)
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
@@ -94,7 +96,7 @@ def test_the_logits_that_are_sampled_from_equal_transformers_through_a_node_proc
 @pytest.fixture(scope="module")
 def fp32_clusters():
     """The same model in fp32 over one, two and three nodes."""
-    clusters = [Cluster(nodes=count, flags=("--dtype", "fp32")) for count in (1, 2, 3)]
+    clusters = [WarmCluster(nodes=count, flags=("--dtype", "fp32")) for count in (1, 2, 3)]
     with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(3) as pool:
         yield tuple(pool.map(stack.enter_context, clusters))
 
@@ -254,58 +256,39 @@ def test_status_health_and_metrics(fp16_cluster):
     fp16_cluster.coordinator.wait_for("one token through all stages: .* ms predicted, [0-9.]+ ms measured")
 
 
-@contextlib.contextmanager
-def with_a_slow_node(*flags: str):
-    """A coordinator in this process, with two nodes of which one is slower in every layer."""
-    common = ["--dtype", "fp32", "--node-port", "0", "--api-port", "0", "--log-level", "warning"]
-    common += ["--node-host", "127.0.0.1", "--api-host", "127.0.0.1"]
-    running = coordinator.Coordinator(coordinator.parse_args([*common, *flags]))
-    nodes = []
-    try:
-        running.start()
-        port = running.controller._server.getsockname()[1]
-        for name, script in (("slow", "tests/slow_node.py"), ("quick", "node.py")):
-            place = ["--host", "127.0.0.1", "--port", str(port), "--node-id", name]
-            nodes.append(Program([sys.executable, str(ROOT / script), *place], env=environment()))
-        yield running
-    finally:
-        running.stop()
-        for node in nodes:
-            node.kill()
+SLOW_S = 5e-3  # a layer of the bundled model takes a few tenths of a millisecond
 
 
-def answer_to(running: coordinator.Coordinator, question: str) -> tuple[str, int]:
-    """(greedy text, tokens with the end-of-turn) from a coordinator in this process, once it is ready."""
-    assert running.controller.wait_until(lambda cluster: cluster.is_ready, 120)
-    tokenizer = running.model.tokenizer
-    prompt_ids = running.model.template.prompt_ids([{"role": "user", "content": question}])
-    sampling = coordinator.SamplingParams(temperature=0.0, eos_ids=tuple(tokenizer.eos_ids(chat=True)))
-    generation = running.engine.submit(coordinator.GenerationRequest([prompt_ids], 1, 64, sampling))
-    events = iter(lambda: generation.next_event(60), generation.DONE)
-    ids = [event.token_id for event in events if isinstance(event, coordinator.TokenEvent)]
-    return tokenizer.decode(ids[:-1]), len(ids)
+def a_slow_and_a_quick_node(cluster: WarmCluster) -> None:
+    cluster.add_node("--node-id", "slow", faults=(("slow_layers", SLOW_S),))
+    cluster.add_node("--node-id", "quick")
+    cluster.wait_ready()
 
 
 def test_a_slow_node_gets_fewer_layers_or_is_left_out(fp32_clusters):
     """By --plan throughput and latency; the user is told about it, and the text stays the same."""
     question = "What is 12 + 30?"
+    flags = ("--dtype", "fp32", "--plan")
     with (
-        with_a_slow_node("--plan", "throughput", "--max-nodes", "2") as fewer,
-        with_a_slow_node("--plan", "latency", "--min-nodes", "2") as without,
+        WarmCluster(nodes=0, flags=(*flags, "throughput", "--max-nodes", "2")) as fewer,
+        WarmCluster(nodes=0, flags=(*flags, "latency", "--min-nodes", "2")) as without,
     ):
-        (fewer_text, tokens), (without_text, _) = answer_to(fewer, question), answer_to(without, question)
-        fewer_status, without_status = fewer.controller.describe(), without.controller.describe()
-    assert fewer_text == without_text == fp32_clusters[0].chat_text(question)
+        for cluster in (fewer, without):
+            a_slow_and_a_quick_node(cluster)
+        answer = fewer.chat(question)
+        texts = [answer["choices"][0]["message"]["content"], without.chat_text(question)]
+        fewer_status, without_status = fewer.status(), without.status()
+    assert texts == [fp32_clusters[0].chat_text(question)] * 2
 
     layers = {n["node_id"]: n["layers"][1] - n["layers"][0] for n in fewer_status["nodes"]}
     assert 1 <= layers["slow"] < layers["quick"] and sum(layers.values()) == 8
     assert fewer_status["plans"]["even"]["layers"] == {"slow": 4, "quick": 4}
     assert fewer_status["plans"]["throughput"]["layers"] == layers
     slow = next(n for n in fewer_status["nodes"] if n["node_id"] == "slow")
-    least_ms = SLOW_MS * layers["slow"]  # what it sleeps
+    least_ms = 1e3 * SLOW_S * layers["slow"]  # what it sleeps
     assert min(slow["predicted_ms"], slow["measured_ms"]) >= least_ms
     assert slow["link_predicted_ms"] > 0 and slow["link_measured_ms"] > 0
-    token_ms = fewer_status["token_ms"]
+    token_ms, tokens = fewer_status["token_ms"], answer["usage"]["completion_tokens"]
     assert min(token_ms["predicted"], token_ms["measured"]) >= least_ms and token_ms["passes"] == tokens - 1
     assert re.search("^fewer nodes would be faster: .* without slow .*--plan latency", fewer_status["advice"])
 
@@ -319,7 +302,7 @@ def test_a_slow_node_gets_fewer_layers_or_is_left_out(fp32_clusters):
 
 
 def test_before_readiness_requests_get_503_with_the_counts():
-    with Cluster(nodes=0, flags=("--max-nodes", "2")) as cluster:
+    with WarmCluster(nodes=0, flags=("--max-nodes", "2")) as cluster:
         status, error = cluster.request("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
         assert status == 503
         assert error["error"] == {
@@ -340,21 +323,17 @@ def test_before_readiness_requests_get_503_with_the_counts():
         assert cluster.chat_text("What is 12 + 30?") == "42"
 
 
-def weight_bytes_sent(cluster: Cluster) -> int:
+def weight_bytes_sent(cluster: WarmCluster) -> int:
     """What the last loads of the present nodes took over the network, as the nodes report it."""
     loads = [[line for line in node.lines if ": loaded, " in line] for node in cluster.nodes]
     return sum(int(1e6 * float(re.search(r"over the network ([\d.]+) MB", lines[-1])[1])) for lines in loads if lines)
 
 
 def test_nodes_come_back_to_a_restarted_coordinator_and_no_weights_are_sent_again(tmp_path):
-    with Cluster(nodes=2, work_dir=tmp_path) as cluster:
+    with WarmCluster(nodes=2, work_dir=tmp_path) as cluster:
         assert cluster.chat_text("What is 12 + 30?") == "42"
         assert weight_bytes_sent(cluster) > 0
-        cluster.coordinator.kill()
-        again = ["--node-host", "127.0.0.1", "--api-host", "127.0.0.1", "--api-port", "0", "--max-nodes", "2"]
-        command = [sys.executable, str(ROOT / "coordinator.py"), "--node-port", str(cluster.node_port), *again]
-        cluster.coordinator = Program(command, env=environment())
-        cluster.api_port = int(cluster.coordinator.wait_for(r"HTTP API on \S+ port (\d+)")[1])
+        cluster.restart_coordinator()
         cluster.wait_ready()
         assert cluster.chat_text("What is 12 + 30?") == "42"
         assert all(node.process.poll() is None for node in cluster.nodes)
@@ -395,7 +374,7 @@ def test_local_nodes_end_with_a_killed_coordinator():
 
 
 def test_a_node_with_too_little_memory_is_told_what_is_missing():
-    with Cluster(nodes=0, flags=("--max-nodes", "1")) as cluster:
+    with WarmCluster(nodes=0, flags=("--max-nodes", "1")) as cluster:
         cluster.add_node("--max-memory-gb", "0.001", "--node-id", "small")
         line = cluster.coordinator.wait_for("no plan: the model does not fit.*")[0]
         assert re.search(r"small: have 0\.00 GiB, need \d+\.\d\d GiB", line)
@@ -405,7 +384,7 @@ def test_a_node_with_too_little_memory_is_told_what_is_missing():
 def test_a_token_on_both_sides_lets_nodes_in():
     secrets = {"TRUECLUSTER_TOKEN": "open sesame", "TRUECLUSTER_API_KEY": "sk-of-the-cave"}
     flags = ["--local-nodes", "1", "--node-port", "0", "--api-port", "0", "--api-host", "127.0.0.1"]
-    program = Program([sys.executable, str(ROOT / "coordinator.py"), *flags], env=environment(**secrets))
+    program = WarmProgram("coordinator", flags, tuple(("variable", *secret) for secret in secrets.items()))
     try:
         ports = program.wait_for(r"HTTP API on .* port (\d+), node port (\d+)")
         program.wait_for("^curl http")

@@ -10,7 +10,7 @@ import time
 import urllib.request
 
 import pytest
-from cluster import Cluster
+from cluster import WarmCluster
 
 from coordinator import COUNTERS, HISTOGRAMS, Metrics
 
@@ -56,13 +56,13 @@ class Scrape:
         assert counts[-1] == self.value(f"{name}_count") and self.value(f"{name}_sum") >= 0
 
 
-def scrape(cluster: Cluster) -> Scrape:
+def scrape(cluster: WarmCluster) -> Scrape:
     with urllib.request.urlopen(cluster.url + "/metrics", timeout=60) as response:
         assert response.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
         return Scrape(response.read().decode())
 
 
-def wait_for_value(cluster: Cluster, name: str, value: float) -> Scrape:
+def wait_for_value(cluster: WarmCluster, name: str, value: float) -> Scrape:
     """The first scrape in which a figure has this value."""
     deadline = time.monotonic() + 60
     while (now := scrape(cluster)).value(name) != value:
@@ -71,7 +71,7 @@ def wait_for_value(cluster: Cluster, name: str, value: float) -> Scrape:
     return now
 
 
-def idle(cluster: Cluster) -> Scrape:
+def idle(cluster: WarmCluster) -> Scrape:
     """A scrape after the slots of earlier tests' requests are free."""
     return wait_for_value(cluster, "truecluster_active_slots", 0)
 
@@ -163,7 +163,7 @@ def test_busy_slots_and_the_queue_are_seen(fp16_cluster):
 
 
 def test_before_nodes_come_all_counters_stand_at_zero():
-    with Cluster(nodes=0, flags=("--max-nodes", "2")) as cluster:
+    with WarmCluster(nodes=0, flags=("--max-nodes", "2")) as cluster:
         now = scrape(cluster)
         assert now.value("truecluster_ready") == now.value("truecluster_waiting_requests") == 0
         assert all(now.value("truecluster_nodes", **labels) == 0 for labels in now.labels("truecluster_nodes"))

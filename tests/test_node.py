@@ -12,7 +12,7 @@ import threading
 
 import pytest
 import torch
-from cluster import ROOT, Program, environment
+from cluster import ROOT, Program, WarmProgram, environment
 
 import node
 import qwen
@@ -573,7 +573,7 @@ def test_wrong_flags_end_in_one_line(flags, says, capsys, monkeypatch):
 def test_a_closed_port_is_named_with_what_to_check_and_tried_again(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    program = start_node("--host", "127.0.0.1", "--port", str(port), "--work-dir", str(tmp_path))
+    program = WarmProgram("node", ["--host", "127.0.0.1", "--port", str(port), "--work-dir", str(tmp_path)])
     program.wait_for(rf"cannot reach 127.0.0.1 port {port}: nothing listens there.*--node-port")
     with socket.create_server(("127.0.0.1", port)) as server:
         server.settimeout(60)
@@ -582,7 +582,7 @@ def test_a_closed_port_is_named_with_what_to_check_and_tried_again(tmp_path):
 
 
 def test_a_wrong_host_is_named(tmp_path):
-    program = start_node("--host", "no-such-host.invalid", "--work-dir", str(tmp_path))
+    program = WarmProgram("node", ["--host", "no-such-host.invalid", "--work-dir", str(tmp_path)])
     program.wait_for(r"cannot reach no-such-host.invalid port 7001: the name cannot be resolved.*check --host")
     program.kill()
 
@@ -628,9 +628,8 @@ def _answer_one_node(server: socket.socket, key: bytes | None) -> None:
 @pytest.mark.parametrize("ours, theirs", [("right", "wrong"), ("right", None), (None, "wrong")])
 def test_a_wrong_token_ends_the_node(tmp_path, ours, theirs):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        env = {"TRUECLUSTER_TOKEN": theirs} if theirs else {}
         flags = ["--host", "127.0.0.1", "--port", str(server.getsockname()[1]), "--work-dir", str(tmp_path)]
-        program = start_node(*flags, **env)
+        program = WarmProgram("node", flags, (("variable", "TRUECLUSTER_TOKEN", theirs),) if theirs else ())
         _answer_one_node(server, wire.token_key(ours) if ours else None)
         assert program.wait(60) == node.EXIT_REFUSED
     assert "token" in program.lines[-1] and "Traceback" not in program.output

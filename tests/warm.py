@@ -45,6 +45,22 @@ def setting(name: str, value: float) -> None:
     setattr(PROGRAMS[module], constant, value)
 
 
+def variable(name: str, value: str) -> None:
+    """An environment variable."""
+    os.environ[name] = value
+
+
+def slow_layers(seconds: float) -> None:
+    """Every layer takes that much longer, as on a slower machine."""
+    forward = qwen.DecoderLayer.forward
+
+    def slow_forward(layer, *args):
+        time.sleep(seconds)
+        return forward(layer, *args)
+
+    qwen.DecoderLayer.forward = slow_forward
+
+
 def before_passes(action, rows: int) -> None:
     """Runs an action before every pass of exactly so many rows."""
     run = qwen.Stage.run
@@ -88,7 +104,10 @@ def room_for_layers(most: int) -> None:
     qwen.Stage.__init__ = make_small
 
 
-FAULTS = {function.__name__: function for function in (setting, slow_pass, failing_pass, deadly_pass, room_for_layers)}
+FAULTS = {
+    function.__name__: function
+    for function in (setting, variable, slow_layers, slow_pass, failing_pass, deadly_pass, room_for_layers)
+}
 
 
 # ----------------------------------------------------------------------------
