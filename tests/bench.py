@@ -652,6 +652,16 @@ def two_turns(bench: Bench, cluster: Cluster) -> tuple[Answer, Answer]:
 # ----------------------------------------------------------------------------
 
 
+def chunk_rows(cluster: Cluster, tokens: int) -> int:
+    """Rows of the chunks in which a cluster's coordinator begins to send a prompt of so many tokens."""
+    stages = []
+    for node in cluster.status()["nodes"]:
+        layers = node["layers"][1] - node["layers"][0]
+        times = {rows: layers * milliseconds for rows, milliseconds in node["layer_ms"].items()}
+        stages.append(coordinator.StageTimes(times, 0.0, node["node_id"]))
+    return coordinator.prefill_chunk(tokens, stages)
+
+
 def pipeline(bench: Bench) -> dict:
     """Chunks of a prefill on two nodes of one core each at the same time; and what another stream feels of them."""
     mode, length, ratios = bench.args.quant[0], bench.long, {}
@@ -665,17 +675,19 @@ def pipeline(bench: Bench) -> dict:
             {name: partial(first_token_s, bench, c, length) for name, c in clusters.items()}, bench.args.pairs
         )
         gaps = [longest_gap(bench, two.cluster, length) for _ in range(bench.args.pairs)]
-        chunk_alone_s = statistics.median(first_token_s(bench, two, coordinator.PREFILL_CHUNK) for _ in gaps)
-    chunk_s = statistics.median(runs["2 nodes"]) / (length / coordinator.PREFILL_CHUNK)
+        chunk = chunk_rows(two.cluster, length)
+        chunk_alone_s = statistics.median(first_token_s(bench, two, chunk) for _ in gaps)
+    chunk_s = statistics.median(runs["2 nodes"]) / (length / chunk)
     rows = [(name, length / seconds, seconds) for name, seconds in medians(runs).items()]
     print(table((f"{mode}, one core a node", f"prefill of {length}, tokens/s", "s"), rows))
-    print(f"a chunk of {coordinator.PREFILL_CHUNK} tokens every {chunk_s:.2f} s, one alone takes {chunk_alone_s:.2f} s")
+    print(f"a chunk of {chunk} tokens every {chunk_s:.2f} s, one alone takes {chunk_alone_s:.2f} s")
     print("longest gaps of another stream: " + ", ".join(f"{gap:.2f} s" for gap in gaps))
     compare(ratios, "2 nodes / 1 node", ratio(runs, "1 node", "2 nodes"), 1.6)
     compare(ratios, "longest gap / time between chunks", statistics.median(gaps) / chunk_s, at_most=3.0)
     compare(ratios, "longest gap / a chunk alone", statistics.median(gaps) / chunk_alone_s)
     return {
         "first_token_s": runs,
+        "chunk_rows": chunk,
         "chunk_s": chunk_s,
         "chunk_alone_s": chunk_alone_s,
         "longest_gaps_s": gaps,
