@@ -29,6 +29,7 @@ read the network can read the frames. A peer with the token is trusted to comput
 """
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import os
@@ -37,7 +38,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgpack
@@ -675,6 +676,8 @@ class Connection:
         self._sock = sock
         self._accepted = False
         self._closed = False
+        self._calls_lock = threading.Lock()
+        self._calls = 0  # system calls that use the socket now
         self._why_closed = "the connection is closed"
         self._send_lock = threading.Lock()
         self._send_key = self._receive_key = None
@@ -697,7 +700,11 @@ class Connection:
         if not seconds > 0:
             raise ValueError("silence_limit_s must be positive")
         self._silence_limit_s = seconds
-        self._sock.settimeout(seconds)
+        self._set_timeout(seconds)
+
+    def _set_timeout(self, seconds: float) -> None:
+        with contextlib.suppress(OSError), self._socket() as sock:  # closed: whoever uses it next says so
+            sock.settimeout(seconds)
 
     def accepted(self) -> None:
         """The peer is accepted: frames of the open phase may come, with maps up to MAX_MAP."""
@@ -717,12 +724,34 @@ class Connection:
     def close(self, why: str | None = None) -> None:
         """Ends the connection and wakes threads that wait in it, with `why` in their PeerClosed. May be called again,
         from any thread."""
-        if why is not None and not self._closed:
-            self._why_closed = why
-        self._closed = True
-        with contextlib.suppress(OSError):  # the peer may have ended it already
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
+        with self._calls_lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._why_closed = why or self._why_closed
+            with contextlib.suppress(OSError):  # the peer may have ended it already
+                self._sock.shutdown(socket.SHUT_RDWR)
+            if self._calls == 0:
+                self._sock.close()
+
+    @contextlib.contextmanager
+    def _socket(self) -> Iterator[socket.socket]:
+        """The socket for one system call; raises OSError when it is closed.
+
+        The last call under way at a close() gives the descriptor back: it may become another connection's at once, and
+        a thread that was just about to send would send there.
+        """
+        with self._calls_lock:
+            if self._closed:
+                raise OSError(errno.EBADF, self._why_closed)
+            self._calls += 1
+        try:
+            yield self._sock
+        finally:
+            with self._calls_lock:
+                self._calls -= 1
+                if self._closed and self._calls == 0:
+                    self._sock.close()
 
     # Sending
 
@@ -777,17 +806,23 @@ class Connection:
 
     def _send_some(self, views: list[memoryview]) -> int:
         """Sends as much as the socket takes now; waits, at most silence_limit_s, until it takes something."""
-        if hasattr(self._sock, "sendmsg"):
-            return self._sock.sendmsg(views[:_MAX_BUFFERS])
+        with self._socket() as sock:
+            if hasattr(sock, "sendmsg"):
+                return sock.sendmsg(views[:_MAX_BUFFERS])
+            return sock.send(self._first_of(views))
+
+    @staticmethod
+    def _first_of(views: list[memoryview]) -> memoryview | bytearray:
+        """What to send first where there is no gathered send (Windows): small buffers are joined, so that a small frame
+        is still one packet."""
         if len(views[0]) >= _SCRATCH_NBYTES:
-            return self._sock.send(views[0])
-        # Windows has no gathered send: small buffers are joined, so that a small frame is still one packet.
+            return views[0]
         joined = bytearray()
         for view in views:
             joined += view[: _SCRATCH_NBYTES - len(joined)]
             if len(joined) == _SCRATCH_NBYTES:
                 break
-        return self._sock.send(joined)
+        return joined
 
     # Receiving
 
@@ -816,7 +851,7 @@ class Connection:
         self._received_seq = frame.seq
         self._receive_broken = False
         if deadline is not None:
-            self._sock.settimeout(self._silence_limit_s)
+            self._set_timeout(self._silence_limit_s)
         return frame, data
 
     def _map_limit(self) -> int:
@@ -911,8 +946,9 @@ class Connection:
     def _receive_some(self, view: memoryview) -> int:
         try:
             if self._deadline is not None:
-                self._sock.settimeout(min(self._time_left(), self._silence_limit_s))
-            count = self._sock.recv_into(view)
+                self._set_timeout(min(self._time_left(), self._silence_limit_s))
+            with self._socket() as sock:
+                count = sock.recv_into(view)
         except TimeoutError:
             if self._deadline is not None:
                 self._time_left()  # the deadline has the better message

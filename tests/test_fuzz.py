@@ -476,7 +476,7 @@ def receive(link: wire.Connection, type_: str) -> wire.Frame:
 
 def finish(sock: socket.socket, data: bytes) -> None:
     """Sends what is left to send and reads until the other side has closed; it may do so before it has read all."""
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+    with contextlib.suppress(OSError):
         sock.sendall(data)
         sock.shutdown(socket.SHUT_WR)
     try:

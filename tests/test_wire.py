@@ -3,6 +3,7 @@
 python -m pytest tests/test_wire.py
 """
 
+import concurrent.futures
 import copy
 import functools
 import random
@@ -1600,3 +1601,35 @@ def test_tensor_buffer_is_the_tensors_memory(dtype):
     assert len(wire.tensor_buffer(torch.empty(0, 4, dtype=dtype))) == 0
     with pytest.raises(ValueError):
         wire.tensor_buffer(torch.zeros(3, 4, dtype=dtype).t())
+
+
+# --- the socket's end ---
+
+
+@pytest.mark.parametrize("call", ["recv_into", "sendmsg"])
+def test_a_socket_that_is_in_use_is_not_given_back_before_that_ends(call):
+    """Its number could belong to another connection by then, and what is sent would go there."""
+    ours, theirs = socket.socketpair()
+    begun, release = threading.Event(), threading.Event()
+
+    def late(sock, *args):
+        begun.set()
+        release.wait(10)  # preempted between reading the number and using it
+        return getattr(sock, call)(*args)
+
+    conn = Connection(Wrapped(ours, **{call: late}), PEER, "coordinator")
+
+    def use():
+        with pytest.raises(PeerClosed):
+            conn.recv() if call == "recv_into" else conn.send("ERROR", {"code": "any", "message": "any"})
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        used = pool.submit(use)
+        assert begun.wait(10)
+        conn.close()
+        conn.close()
+        assert ours.fileno() >= 0
+        release.set()
+        used.result(10)
+    assert ours.fileno() == -1
+    theirs.close()
