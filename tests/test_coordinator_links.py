@@ -590,8 +590,12 @@ def of_choices(answer: dict) -> list[tuple]:
 
 
 @pytest.mark.parametrize("slots, max_context", [(3, 96), (6, 40)])
-def test_any_mix_of_requests_is_answered_as_each_alone_without_drafts(running, slots, max_context):
-    rng = random.Random(slots)
+def test_any_mix_of_requests_is_answered_as_each_alone_without_drafts(running, monkeypatch, slots, max_context):
+    rng, sizes = random.Random(slots), random.Random(slots)
+    # drafts of any size, whatever they are worth: right ones and wrong ones
+    monkeypatch.setattr(
+        coordinator, "draft_sizes", lambda guesses, _: [sizes.randrange(min(n, 3) + 1) for _, n in guesses]
+    )
     cluster = running(2, slots=slots, max_context=max_context)
     sessions = [cluster.join(name) for name in ("a", "b")]
     cluster.wait_ready()
