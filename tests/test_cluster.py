@@ -256,12 +256,12 @@ def test_status_health_and_metrics(fp16_cluster):
     fp16_cluster.coordinator.wait_for("one token through all stages: .* ms predicted, [0-9.]+ ms measured")
 
 
-SLOW_S = 5e-3  # a layer of the bundled model takes a few tenths of a millisecond
+SLOW_S, QUICK_S = 20e-3, 2e-3  # per layer: so long that links are short beside it, however busy the machine is
 
 
 def a_slow_and_a_quick_node(cluster: WarmCluster) -> None:
     cluster.add_node("--node-id", "slow", faults=(("slow_layers", SLOW_S),))
-    cluster.add_node("--node-id", "quick")
+    cluster.add_node("--node-id", "quick", faults=(("slow_layers", QUICK_S),))
     cluster.wait_ready()
 
 
