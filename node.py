@@ -395,7 +395,7 @@ class CacheWriter(threading.Thread):
     """Writes tensors to a cache beside everything else. What finds the queue full is not cached: a slow disk holds
     nothing up, and memory stays bounded."""
 
-    MOST_WAITING_BYTES = 64 << 20  # a single larger tensor may wait too
+    MOST_WAITING_BYTES = 24 << 20  # a single larger tensor may wait too
 
     def __init__(self, cache: WeightCache):
         super().__init__(name="cache writer", daemon=True)
