@@ -2260,6 +2260,8 @@ def plan_advice(needs: ModelNeeds, offers: list[NodeOffer], plan: Plan, plans: d
             f"without {slow.node_id} ({_why_slow(slow)}), as {_split_in_words(quickest)}. Use only these, or have them "
             f"chosen: --plan latency with --min-nodes {len(plan.stages)} instead of --max-nodes or --local-nodes"
         )
+    if len(plan.stages) == 1:
+        return None
     slowest = max(plan.stages, key=lambda stage: stage.total_ms)
     for cost, what in (("latency", "token_ms"), ("throughput", "slowest_ms")):
         if cost not in plans:  # nodes that only "latency" may leave out have no room for a layer

@@ -53,7 +53,11 @@ try:
     import qwen
     import wire
 except ImportError as missing:
-    sys.exit(f"node.py: {missing}; run: pip install torch msgpack numpy, and keep the four node files in one folder")
+    if missing.name in ("quant", "qwen", "wire"):
+        sys.exit(
+            f"node.py: {missing.name}.py is not beside it; copy node.py, qwen.py, quant.py and wire.py to one folder"
+        )
+    sys.exit(f"node.py: {missing}; run: pip install torch msgpack numpy")
 except KeyboardInterrupt:  # importing torch takes seconds
     sys.exit(130)
 
@@ -1162,13 +1166,16 @@ class ProgressLine:
                 continue
             loading = assignment.loading
             done = loading.received_bytes + loading.cached_bytes
-            rate = done - last[1] if last[0] is assignment else done
+            rate = done / (time.monotonic() - loading.began_at)
+            left_bytes = loading.load_bytes - done
+            if left_bytes == 0 and last == (assignment, done):
+                continue  # said already
             last = (assignment, done)
-            left = (loading.load_bytes - done) / rate if rate else float("inf")
+            left = f"{rate / 1e6:.1f} MB/s  {left_bytes / rate:.0f} s left" if left_bytes and rate else ""
             log.info(
-                "loading layers %d..%d: %3.0f %%  %.1f of %.1f MB  %.1f MB/s  %.0f s left",
+                "loading layers %d..%d: %3.0f %%  %.1f of %.1f MB  %s",
                 assignment.start, assignment.end - 1, 100 * done / max(1, loading.load_bytes),
-                done / 1e6, loading.load_bytes / 1e6, rate / 1e6, left,
+                done / 1e6, loading.load_bytes / 1e6, left if left_bytes else "all here, being packed",
             )  # fmt: skip
 
 
@@ -1367,6 +1374,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)  # set by --local-nodes
     args = parser.parse_args(argv)
+    if args.host and "/" in args.host:
+        raise UsageError(f"--host {args.host}: only a name or an address, like --host 192.168.1.10 --port 7001")
     if args.host is None and not args.forget:
         parser.error("--host is required: the coordinator's name or address")
     if not 0 < args.port < 65536:

@@ -1168,11 +1168,17 @@ def _check_proof(conn: Connection, key: bytes | None, prover: str, transcript: b
     if key is None and proof is None:
         return
     if key is None:
-        raise _refuse(conn, "token", f"the {prover} has a token, the {conn.role} has none")
+        raise _refuse(
+            conn, "token", f"the {prover} has a token, the {conn.role} has none: start it with the same --token-file"
+        )
     if proof is None:
-        raise _refuse(conn, "token", f"the {conn.role} has a token, the {prover} has none")
+        raise _refuse(
+            conn, "token", f"the {conn.role} has a token, the {prover} has none: start it with the same --token-file"
+        )
     if not hmac.compare_digest(proof, _proof(key, prover, transcript)):
-        raise _refuse(conn, "token", "node and coordinator have different tokens")
+        raise _refuse(
+            conn, "token", "node and coordinator have different tokens: start both with the same --token-file"
+        )
 
 
 def _refuse(conn: Connection, code: str, message: str) -> Refused:

@@ -1256,9 +1256,9 @@ def test_handshake(key):
 
 
 TOKENS = [
-    (OTHER_KEY, KEY, "node and coordinator have different tokens"),
-    (None, KEY, "the coordinator has a token, the node has none"),
-    (KEY, None, "the node has a token, the coordinator has none"),
+    (OTHER_KEY, KEY, "node and coordinator have different tokens: start both with the same --token-file"),
+    (None, KEY, "the coordinator has a token, the node has none: start it with the same --token-file"),
+    (KEY, None, "the node has a token, the coordinator has none: start it with the same --token-file"),
 ]
 
 
