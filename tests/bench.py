@@ -211,13 +211,15 @@ class Answer(NamedTuple):
 
 
 def ask(cluster: Cluster, enough: threading.Event | None = None, **fields) -> Answer:
-    """Streams a chat ("messages") or a completion ("prompt"), greedy and max_tokens long unless fields say otherwise.
+    """Streams a chat ("messages") or a completion ("prompt"), greedy, without drafts, and max_tokens long unless fields
+    say otherwise: prompts of random ids make models repeat themselves, which prompt lookup would make look quick.
 
     Ends early when `enough` is set. Raises RuntimeError with the server's words when it refuses or fails.
     """
     path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
     options = {"include_usage": True, "continuous_usage_stats": True}
-    body = {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": options, **fields}
+    body = {"temperature": 0, "ignore_eos": True, "prompt_lookup": False, "stream": True, "stream_options": options}
+    body |= fields
     connection = http.client.HTTPConnection("127.0.0.1", cluster.api_port, timeout=600)
     with contextlib.closing(connection):
         asked_at = time.perf_counter()
