@@ -996,6 +996,7 @@ class Session:
                     choice, with_copy = self.worker.kernel_choice(assignment.config, assignment.weights)
                     layer.prepare(with_copy if with_copy and assignment.second_copy else choice)
                     self.worker.loaded[i] = assignment.layer_identity(i), layer
+                    quant.release_freed_memory()  # what packing left behind, before the next layer needs as much
         except (RuntimeError, MemoryError) as error:
             self._load_failed(assignment, error)
 
