@@ -72,7 +72,6 @@ MEASURE_ROUNDS, MEASURE_SECONDS = 20, 0.25  # per number of rows: at most so oft
 MAX_WAITING_PASSES = 256
 KEEP_LAYERS_S = 300.0  # a node without a coordinator keeps its layers in memory for so long
 MAX_WAITING_JOBS = wire.MAX_TENSORS + 4096  # all tensors of an assignment may have arrived at once
-NO_PASS = 0  # request_id of an INFERENCE_ERROR that concerns no pass; passes count from 1
 GIB = 1 << 30
 
 
@@ -996,7 +995,7 @@ class Session:
                     choice, with_copy = self.worker.kernel_choice(assignment.config, assignment.weights)
                     layer.prepare(with_copy if with_copy and assignment.second_copy else choice)
                     self.worker.loaded[i] = assignment.layer_identity(i), layer
-                    quant.release_freed_memory()  # what packing left behind, before the next layer needs as much
+                    quant.release_freed_memory()
         except (RuntimeError, MemoryError) as error:
             self._load_failed(assignment, error)
 
@@ -1029,7 +1028,6 @@ class Session:
 
     def _report_loaded(self, assignment: Assignment, stage: qwen.Stage) -> None:
         """(worker) Answers LOAD_COMPLETE."""
-        quant.release_freed_memory()  # what packing left behind
         loading = assignment.loading
         kept_bytes = assignment.total_bytes - loading.load_bytes
         log.info(
@@ -1113,7 +1111,7 @@ class Session:
             try:
                 change(self.worker.stage)
             except (qwen.InvalidPass, RuntimeError, MemoryError) as error:
-                self._inference_error(assignment, NO_PASS, "cache", str(error))
+                self._inference_error(assignment, wire.NO_PASS, "cache", str(error))
 
         self.submit(apply)
 

@@ -623,9 +623,8 @@ HOPELESS = {
     64: 3,
     256: math.inf,
 }  # this many times slower than the best: not tried with more tokens
-MEASURED_WEIGHTS = (
-    SLAB_WEIGHTS  # of larger shapes one slab is measured; of less, what a call costs would count too much
-)
+# Of larger shapes one slab is measured; of less, what a call costs would count too much.
+MEASURED_WEIGHTS = SLAB_WEIGHTS
 CACHE_BYTES = 64 * 2**20  # read between measurements, so that weights come from memory as they do in a whole model
 ANY_NUMBER = 2**31 - 1  # threshold of a choice with one kernel for everything
 FITS_CACHE_BYTES = 4 * 2**20  # layers this small: a model of them stays in the cache, and so does the measured one
@@ -955,7 +954,7 @@ def _pack_slabs(form, parts, spec):
 def release_freed_memory() -> None:
     """Give the memory that packing has freed back to the system: glibc keeps it, and as much again as the model.
 
-    To be called once after the last Linear.prepare. Elsewhere than on Linux with glibc it does nothing.
+    To be called after every layer, before the next one needs as much. Elsewhere than on Linux with glibc it does nothing.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

@@ -396,26 +396,17 @@ class Rope:
     def __init__(self, config: Config, device):
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         self.inverse_frequencies = (1.0 / config.rope_theta**exponents).to(device)  # [D/2]
-        self.heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)  # q, k, v
+        heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)  # q, k, v
+        of_each = torch.tensor([[config.head_dim**-0.5, 0.0], [1.0, 0.0], [0.0, 1.0]])
+        # [H + 2 KV, 1] each: what a head is scaled by as it is rotated, and by as it is
+        self.rotated, self.kept = of_each.repeat_interleave(torch.tensor(heads), dim=0).to(device).split(1, dim=1)
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin for the rows of one pass, each [R, H + 2 KV, D]: computed once, used by every layer."""
         angles = positions.float()[:, None, None] * self.inverse_frequencies
         cos, sin = angles.cos(), angles.sin()
         cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)  # [R, 1, D]
-        q_heads, k_heads, v_heads = self.heads
-        scale = cos.shape[-1] ** -0.5
-        cos = torch.cat(
-            [(cos * scale).repeat(1, q_heads, 1), cos.repeat(1, k_heads, 1), self._rows(cos, v_heads, 1)], 1
-        )
-        sin = torch.cat(
-            [(sin * scale).repeat(1, q_heads, 1), sin.repeat(1, k_heads, 1), self._rows(sin, v_heads, 0)], 1
-        )
-        return cos, sin
-
-    @staticmethod
-    def _rows(like: torch.Tensor, heads: int, value: float) -> torch.Tensor:
-        return like.new_full((like.shape[0], heads, like.shape[2]), value)
+        return cos * self.rotated + self.kept, sin * self.rotated
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

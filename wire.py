@@ -45,6 +45,7 @@ import msgpack
 import torch
 
 PROTOCOL_VERSION = 1
+NO_PASS = 0  # request_id of an INFERENCE_ERROR about CLEAR_CACHE or COPY_CACHE; passes count from 1
 
 DTYPES = {
     "fp32": torch.float32,
