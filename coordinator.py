@@ -3269,7 +3269,8 @@ class Controller:
         self.key = key
         self.pipeline: Pipeline | None = None
         self.on_ready: Callable[[Pipeline, Plan], None] = lambda pipeline, plan: None
-        self.on_lost: Callable[[int, str], None] = lambda epoch, why: None
+        self.on_lost: Callable[[int, str], None] = lambda epoch, why: None  # these two with `_changed` held
+        self.on_replaced: Callable[[int, str], None] = lambda epoch, why: None
         self.deliver: Callable = lambda request, hidden_states, error: None
         self.is_idle: Callable[[], bool] = lambda: True
         self.why_no_plan = ""
@@ -3533,8 +3534,7 @@ class Controller:
             node.link.awaited = None
             log.error("node %s could not load: %s", node.node_id, reason)
             self.cluster.load_failed(node, reason, frame.payload["have_bytes"], time.monotonic())
-            self.pipeline = None
-            self._changed.notify_all()
+            self._after_trouble(f"node {node.node_id} could not load: {reason}")
 
     def _on_hidden_state(self, link: NodeLink, frame: wire.Frame) -> None:
         pipeline = self.pipeline
@@ -3555,26 +3555,21 @@ class Controller:
             if not self._is_current(node.link, frame) or self.cluster.plan is None:
                 return
             self.cluster.ran_out_of_memory(node, why, time.monotonic())
-            if self.cluster.plan is not None:
-                return  # no other plan is possible
-            self.pipeline = None
-            self._changed.notify_all()
-        self.on_lost(frame.epoch, f"node {node.node_id} ran out of memory: {why}")
+            self._after_trouble(f"node {node.node_id} ran out of memory: {why}")
 
     def _lose(self, node: NodeRecord, why: str) -> None:
         with self._changed:
-            if node.state is NodeState.LOST:
+            if node.state is NodeState.LOST or self._stopping:
                 return
-            if self._stopping:
-                return
-            was_ready, epoch = self.cluster.is_ready, self.cluster.epoch
             self.cluster.lose(node, why, time.monotonic())
-            lost_plan = was_ready and not self.cluster.is_ready
-            if self.cluster.plan is None:
-                self.pipeline = None
-            self._changed.notify_all()
-        if lost_plan:
-            self.on_lost(epoch, f"node {node.node_id} is lost: {why}")
+            self._after_trouble(f"node {node.node_id} is lost: {why}")
+
+    def _after_trouble(self, why: str) -> None:
+        """(`_changed` held) If what has happened made the plan void: drops its pipeline, and tells the engine."""
+        if self.cluster.plan is None:
+            self.pipeline = None
+            self.on_lost(self.cluster.epoch, why)
+        self._changed.notify_all()
 
     # -- plans (the planning thread) -----------------------------------------------------------------------------------
 
@@ -3590,10 +3585,8 @@ class Controller:
         with self._changed:
             late = self._late_links(time.monotonic())
             to_measure = self._grant_measurements()
-            old_epoch = self.cluster.epoch
-            planned = self._next_plan()
-            grown = self._grown_plan(time.monotonic()) if planned is None else None
-            if planned is None and grown is None and not to_measure and not self._stopping:
+            planned = self._next_plan() or self._grown_plan(time.monotonic())
+            if planned is None and not to_measure and not self._stopping:
                 self._changed.wait(timeout=1.0)
         self._refusals.flush(time.monotonic())
         for link, what in late:
@@ -3601,10 +3594,8 @@ class Controller:
             link.connection.close(f"no {what} in time")
         for node in to_measure:
             self._ask_to_measure(node)
-        if grown is not None:
-            self.on_lost(old_epoch, "nodes are back, and the layers are spread over them again")
-        if planned or grown:
-            self._start_loading(*(planned or grown))
+        if planned is not None:
+            self._start_loading(*planned)
 
     def _late_links(self, now: float) -> list[tuple[NodeLink, str]]:
         """Links that owe an answer for too long, with its name."""
@@ -3666,6 +3657,7 @@ class Controller:
         if not self.is_idle() and now - self._could_grow_since < GROW_LIMIT_S:
             return None
         self._could_grow_since = None
+        self.on_replaced(self.cluster.epoch, "nodes are back, and the layers are spread over them again")
         return self._adopt(plan)
 
     def _adopt(self, plan: Plan) -> tuple[Plan, Pipeline]:
@@ -3756,7 +3748,7 @@ class Controller:
             with self._changed:
                 self.cluster.void_plan(str(error), time.monotonic())
                 self.cluster.refuse(str(error))
-                self._changed.notify_all()
+                self._after_trouble(str(error))
         except Exception as error:  # a bug of ours, or no memory to convert in: the plan would wait for ever
             log.exception("loading %s failed", link.node_id)
             link.connection.close(f"its weights could not be sent: {error!r}")
@@ -4223,6 +4215,7 @@ class Engine:
         controller.is_idle = lambda: not self.waiting and not any(slot.sequence for slot in self.slots)
         controller.on_ready = lambda pipeline, plan: self._inbox.put(lambda: self._on_ready(pipeline, plan))
         controller.on_lost = lambda epoch, why: self._inbox.put(lambda: self._on_lost(epoch, why))
+        controller.on_replaced = lambda epoch, why: self._inbox.put(lambda: self._on_replaced(epoch, why))
         controller.deliver = lambda *result: self._inbox.put(lambda: self._on_result(*result))
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -4337,16 +4330,30 @@ class Engine:
     def _on_ready(self, pipeline: Pipeline, plan: Plan) -> None:
         if self.controller.pipeline is not pipeline:
             return  # lost again meanwhile
-        if self.pipeline is not None:  # the word that the plan before is lost comes later than this one
-            self._on_lost(self.pipeline.epoch, "a new plan is in use")
         log.info("epoch %d: ready to generate over %d stage(s)", plan.epoch, len(plan.stages))
         self.pipeline = pipeline
         self.outage_since = None
 
     def _on_lost(self, epoch: int, why: str) -> None:
-        """The caches are gone: everything that was running goes back to the head of the queue, in its order."""
+        """A plan has failed: what was running when too many did may be the cause, and is ended."""
+        running = self._requeue_running(epoch, why)
+        for sequence in running:
+            sequence.lost_plans += 1
+        for sequence in running:
+            if sequence.lost_plans >= MAX_LOST_PLANS:
+                reason = f"Nodes were lost {MAX_LOST_PLANS} times in a row while this request was running; last: {why}"
+                self._fail(sequence, ApiError(500, reason, "server_error"))
+
+    def _on_replaced(self, epoch: int, why: str) -> None:
+        """A plan makes way for a better one: what was running goes on with that."""
+        self._requeue_running(epoch, why)
+
+    def _requeue_running(self, epoch: int, why: str) -> list[Sequence]:
+        """The caches of this epoch are gone: everything that was running goes back to the head of the queue, in its
+        order. Returns it.
+        """
         if self.pipeline is None or self.pipeline.epoch != epoch:
-            return
+            return []
         log.warning("generation pauses: %s", why)
         self.pipeline = None
         self.in_flight.clear()
@@ -4358,12 +4365,8 @@ class Engine:
             sequence.slot, sequence.sent, sequence.in_flight = None, 0, 0
             if not sequence.output_ids:
                 sequence.prompt_logprobs = [None]
-            sequence.lost_plans += 1
             self.waiting.appendleft(sequence)
-        for sequence in running:
-            if sequence.lost_plans >= MAX_LOST_PLANS:
-                reason = f"Nodes were lost {MAX_LOST_PLANS} times in a row while this request was running; last: {why}"
-                self._fail(sequence, ApiError(500, reason, "server_error"))
+        return running
 
     def _on_result(self, request: Pass, hidden_states: torch.Tensor | None, error: str | None) -> None:
         step: Step = request.owner

@@ -10,7 +10,7 @@ import types
 
 import pytest
 import torch
-from cluster import TINY_CHAT
+from cluster import TINY_CHAT, wait_until
 
 import coordinator
 import node
@@ -492,6 +492,26 @@ def test_a_second_live_node_of_one_id_is_refused_and_a_dead_one_replaced(running
     assert first.closed.wait(30)
     cluster.wait_ready()
     assert cluster.generate() == right
+
+
+def test_a_request_that_a_larger_plan_interrupts_has_lost_no_plan(running, right, monkeypatch):
+    monkeypatch.setattr(coordinator, "MAX_LOST_PLANS", 1)  # the first would end it
+    monkeypatch.setattr(coordinator, "RECOVERY_GRACE_S", 0.0)
+    monkeypatch.setattr(coordinator, "GROW_LIMIT_S", 0.0)  # it grows while something is generated too
+    cluster = running(2)
+    stays, goes = cluster.join("a"), cluster.join("b")
+    cluster.wait_ready()
+    goes.connection.close()
+    assert cluster.controller.wait_until(lambda state: state.epoch == 2 and state.is_ready, 30)
+    release = threading.Event()
+    stays.submit(release.wait)  # its worker is busy until the plan has grown
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(cluster.generate)
+        wait_until(lambda: cluster.engine.describe()["active_slots"] == 1)
+        cluster.join("b")
+        assert cluster.controller.wait_until(lambda state: state.epoch == 3, 30)
+        release.set()
+        assert answer.result(60) == right
 
 
 def test_a_request_that_came_just_before_the_first_plan_was_lost_ends_too(running, monkeypatch):
