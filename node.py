@@ -79,6 +79,14 @@ def gib(count: int | None) -> str:
     return "unknown" if count is None else f"{count / GIB:.2f} GiB"
 
 
+class OneLineFormatter(logging.Formatter):
+    """Log records as single lines; control characters from peers cannot forge others."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What this machine is
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1321,14 +1329,6 @@ class Node:
 # ----------------------------------------------------------------------------------------------------------------------
 # Command line
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-class OneLineFormatter(logging.Formatter):
-    """Log records as single lines; control characters from peers cannot forge others."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def read_token(token: str | None, token_file: str | None) -> str | None:
