@@ -20,8 +20,8 @@ connection has its thread, which reads its Generation's queue.
 
 Sections, each using only what stands above it:
 
-    pure            Errors, Request parsing, Tokenizer, Chat template, Text stream, Tool calls in the answer,
-                    Generation requests and events, Sampler, Planner, Cluster state
+    pure            Errors, Request parsing, Tokenizer, Chat template, Generation requests and events, Text stream,
+                    Tool calls in the answer, Sampler, Planner, Cluster state
     files           Checkpoint
     threads         Links, Engine
     HTTP            metrics, from request to pieces of the answer, response objects, reading requests, who may ask,
@@ -1317,6 +1317,86 @@ def _check_namespace_name(name) -> None:
 
 
 # ------------------------------------------------------------------------------
+# Generation requests and events
+# ------------------------------------------------------------------------------
+# What the HTTP part asks of the engine, and what the engine answers. Plain data, token ids only: text lives in "Text
+# stream". A choice has the index prompt_index * n + choice_index.
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of a choice are picked and when it ends. The defaults are OpenAI's."""
+
+    temperature: float = 1.0  # below 1e-5: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and answer
+    presence_penalty: float = 0.0  # over the answer only
+    frequency_penalty: float = 0.0  # over the answer only
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None  # None: fresh entropy for every choice
+    ignore_eos: bool = False
+    min_tokens: int = 0  # eos_ids and stop_token_ids cannot be drawn before
+    eos_ids: tuple[int, ...] = ()  # from Tokenizer.eos_ids(chat)
+    stop_token_ids: tuple[int, ...] = ()  # end the answer even with ignore_eos
+    top_logprobs: int | None = None  # None: no logprobs; 0: the drawn token's only
+    prompt_logprobs: bool = False
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The ids that end a choice with the reason "stop"."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else frozenset(self.eos_ids))
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """`n` choices for each prompt. `max_tokens` is already clamped to the context."""
+
+    prompts: list[list[int]]
+    n: int
+    max_tokens: int
+    sampling: SamplingParams
+    prompt_lookup: bool = True  # whether tokens may be drafted from the text so far; never changes the answer
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Natural logarithms from the raw logits. `top` holds exactly the k best (id, logprob), best first; the token
+    itself is among them only when it is one of the k, then with the same float."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class PromptEvent:
+    """Once per prompt, after its prefill. With prompt_logprobs: an entry per prompt token, None for the first."""
+
+    index_of_prompt: int
+    cached_tokens: int
+    logprobs: list[TokenLogprob | None] | None = None
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One drawn token of the choice `index`, the token that ends it included."""
+
+    index: int
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True)
+class FinishEvent:
+    """The engine ended the choice: "stop" at an id of `end_ids`, "length" at max_tokens."""
+
+    index: int
+    reason: str
+
+
+# ------------------------------------------------------------------------------
 # Text stream
 # ------------------------------------------------------------------------------
 # Token ids of one choice -> pieces of text that are final: never half a character, never the beginning of a stop
@@ -1575,86 +1655,6 @@ def _refuse_constant(text: str):
 
 
 _JSON = json.JSONDecoder(parse_constant=_refuse_constant)
-
-
-# ------------------------------------------------------------------------------
-# Generation requests and events
-# ------------------------------------------------------------------------------
-# What the HTTP part asks of the engine, and what the engine answers. Plain data, token ids only: text lives in "Text
-# stream". A choice has the index prompt_index * n + choice_index.
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How the tokens of a choice are picked and when it ends. The defaults are OpenAI's."""
-
-    temperature: float = 1.0  # below 1e-5: greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and answer
-    presence_penalty: float = 0.0  # over the answer only
-    frequency_penalty: float = 0.0  # over the answer only
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    seed: int | None = None  # None: fresh entropy for every choice
-    ignore_eos: bool = False
-    min_tokens: int = 0  # eos_ids and stop_token_ids cannot be drawn before
-    eos_ids: tuple[int, ...] = ()  # from Tokenizer.eos_ids(chat)
-    stop_token_ids: tuple[int, ...] = ()  # end the answer even with ignore_eos
-    top_logprobs: int | None = None  # None: no logprobs; 0: the drawn token's only
-    prompt_logprobs: bool = False
-
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """The ids that end a choice with the reason "stop"."""
-        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else frozenset(self.eos_ids))
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """`n` choices for each prompt. `max_tokens` is already clamped to the context."""
-
-    prompts: list[list[int]]
-    n: int
-    max_tokens: int
-    sampling: SamplingParams
-    prompt_lookup: bool = True  # whether tokens may be drafted from the text so far; never changes the answer
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """Natural logarithms from the raw logits. `top` holds exactly the k best (id, logprob), best first; the token
-    itself is among them only when it is one of the k, then with the same float."""
-
-    token_id: int
-    logprob: float
-    top: list[tuple[int, float]]
-
-
-@dataclass(frozen=True)
-class PromptEvent:
-    """Once per prompt, after its prefill. With prompt_logprobs: an entry per prompt token, None for the first."""
-
-    index_of_prompt: int
-    cached_tokens: int
-    logprobs: list[TokenLogprob | None] | None = None
-
-
-@dataclass(frozen=True)
-class TokenEvent:
-    """One drawn token of the choice `index`, the token that ends it included."""
-
-    index: int
-    token_id: int
-    logprob: TokenLogprob | None = None
-
-
-@dataclass(frozen=True)
-class FinishEvent:
-    """The engine ended the choice: "stop" at an id of `end_ids`, "length" at max_tokens."""
-
-    index: int
-    reason: str
 
 
 # ------------------------------------------------------------------------------
