@@ -103,7 +103,9 @@ except KeyboardInterrupt:  # importing torch takes seconds
 # ------------------------------------------------------------------------------
 # Two exceptions leave this program. ApiError is what an HTTP client sees, wherever it was raised: the HTTP section
 # turns it into a response (or into an error frame of an open stream) in one place. StartupError ends the process
-# with one readable line.
+# with one readable line. What clients sent is `printable` in messages and in the log.
+
+log = logging.getLogger("coordinator")
 
 RETRY_AFTER_S = 5  # OpenAI's SDKs ignore a Retry-After above 120 s and then do not retry at all
 
@@ -182,6 +184,11 @@ class ApiError(Exception):
     def internal(cls, message: str = "Internal error; the coordinator's log has the details.") -> ApiError:
         """500: a fault of ours. It would fail again, so OpenAI's SDKs are told not to retry."""
         return cls(500, message, "server_error", headers={"x-should-retry": "false"})
+
+
+def printable(text: str, limit: int = 200) -> str:
+    """Client-controlled text for a log line or a message: one line of ASCII, no control characters, bounded."""
+    return text[:limit].encode("unicode_escape").decode("ascii")
 
 
 # ------------------------------------------------------------------------------
@@ -780,9 +787,9 @@ CHATML_END_TOKENS = ("<|im_end|>", "<|endoftext|>")
 
 def _byte_of_char() -> dict[str, int]:
     """GPT-2's alphabet: a printable character for every byte. 68 bytes are not printable and use U+0100 and on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 BYTE_OF_CHAR = _byte_of_char()
@@ -2288,8 +2295,6 @@ def plan_advice(needs: ModelNeeds, offers: list[NodeOffer], plan: Plan, plans: d
 def _why_slow(stage: StagePlan) -> str:
     return f"{stage.predicted_ms:.1f} ms for {_layers_in_words(stage)}, {stage.link_ms:.1f} ms there and back"
 
-
-log = logging.getLogger("coordinator")
 
 # ------------------------------------------------------------------------------
 # Cluster state
@@ -4677,11 +4682,6 @@ class TokenRate:
 # them through a callback at the moment of the scrape; those whose names end in _total only grow, the rest are gauges.
 
 
-def printable(text: str, limit: int = 200) -> str:
-    """Client-controlled text for a log line or a message: one line of ASCII, no control characters, bounded."""
-    return text[:limit].encode("unicode_escape").decode("ascii")
-
-
 COUNTERS = {
     "truecluster_http_requests_total": "Answered HTTP requests by route and status.",
     "truecluster_http_refused_connections_total": "Connections refused because every handler thread was taken.",
@@ -5622,10 +5622,20 @@ def response_head(status: int, headers: dict[str, str]) -> bytes:
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
+class Shared(Protocol):
+    """What all exchanges of a server have in common: the server itself."""
+
+    service: Service
+    limits: HttpLimits
+    metrics: Metrics
+    access: AccessRules
+    under_way: set[Exchange]
+
+
 class Exchange:
     """One request and one answer. The attributes are what a route needs; `run` is the whole life."""
 
-    def __init__(self, server: HttpServer, incoming: Incoming, client: str):
+    def __init__(self, server: Shared, incoming: Incoming, client: str):
         self.server = server
         self.service = server.service
         self.limits = server.limits
@@ -5639,10 +5649,10 @@ class Exchange:
         self.status = 0  # of the answer; 0 until it is sent
         self.keep_alive = False
 
-    def run(self) -> bool:
-        """Serve one request. Whether the connection may carry another one."""
+    def run(self, route: Callable[[Exchange], Response | None]) -> bool:
+        """Serve one request. Whether the connection may carry another one. route(self): what its route answers."""
         try:
-            response = self._answer()
+            response = self._answer(route)
         except ClientGone:
             self._log_gone()
             return False
@@ -5661,7 +5671,7 @@ class Exchange:
             self._log()
         return self.keep_alive
 
-    def _answer(self) -> Response | None:
+    def _answer(self, route: Callable[[Exchange], Response | None]) -> Response | None:
         """The response; None when there was no request, or when a stream has been sent already."""
         head = self.head = read_head(self.incoming, self.limits)
         if head is None:
@@ -5671,14 +5681,7 @@ class Exchange:
         self.framing = body_framing(head)
         self.keep_alive = head.wants_keep_alive
         self.server.access.check(head)
-        if head.method == "OPTIONS":
-            self.route_name = "OPTIONS"
-            return Response(204)
-        route, argument = find_route(head)
-        self.route_name = route.name
-        if head.method not in route.methods:
-            raise method_not_allowed(head, route)
-        return route.answer(self, argument)
+        return route(self)
 
     # --- the body ---
 
@@ -6285,6 +6288,19 @@ def method_not_allowed(head: RequestHead, route: Route) -> ApiError:
     return ApiError(405, message, headers={"Allow": allowed})
 
 
+def dispatch(exchange: Exchange) -> Response | None:
+    """What the route of a request's path answers; None when it has sent that itself. ApiError 404 or 405."""
+    head = exchange.head
+    if head.method == "OPTIONS":
+        exchange.route_name = "OPTIONS"
+        return Response(204)
+    route, argument = find_route(head)
+    exchange.route_name = route.name
+    if head.method not in route.methods:
+        raise method_not_allowed(head, route)
+    return route.answer(exchange, argument)
+
+
 # ------------------------------------------------------------------------------
 # HTTP: the server
 # ------------------------------------------------------------------------------
@@ -6311,7 +6327,7 @@ class ConnectionHandler(socketserver.BaseRequestHandler):
     def _serve_one(self, client: str) -> bool:
         exchange = Exchange(self.server, self.incoming, client)
         try:
-            return exchange.run()
+            return exchange.run(dispatch)
         finally:
             self.server.under_way.discard(exchange)
 
