@@ -3315,14 +3315,19 @@ class Controller:
             self._may_measure = True
             self._changed.notify_all()
 
-    def stop(self) -> None:
-        """Closes the node port and all links."""
+    def begin_to_stop(self) -> None:
+        """Closes the node port; nodes that end from now on are not missed."""
         with self._changed:
             self._stopping = True
-            links = [node.link for node in self.cluster.nodes.values()]
             self._changed.notify_all()
         if self._server is not None:
             self._server.close()
+
+    def stop(self) -> None:
+        """Closes the node port and all links."""
+        self.begin_to_stop()
+        with self._changed:
+            links = [node.link for node in self.cluster.nodes.values()]
         for link in links:
             link.close()
 
@@ -3744,7 +3749,7 @@ class Controller:
                 complete = {"tensor_count": len(wanted), "total_weight_bytes": sent}
                 link.writer.put("WEIGHTS_COMPLETE", complete, epoch=epoch, wait=True)
         except (wire.PeerClosed, wire.PeerSilent) as error:
-            log.warning("loading %s stopped: %s", link.node_id, error)  # its reader reports the loss
+            log.debug("loading %s stopped: %s", link.node_id, error)  # its reader reports the loss
         except wire.BadFrame as error:
             log.error("%s", error)
             link.connection.close()
@@ -6679,7 +6684,8 @@ def set_up_logging(level: str) -> None:
 
 class LocalNodes:
     """Node processes on this machine. Each watches the pipe that is its standard input, so it ends when this process
-    does, however that happens; one that ends by itself is started again."""
+    does, however that happens, and not before: a terminal's Ctrl-C does not reach its session. One that ends by itself
+    is started again."""
 
     RESTART_S = 2.0  # at most one restart of a node in this time
 
@@ -6694,7 +6700,7 @@ class LocalNodes:
         self._started_at = [time.monotonic()] * count
 
     def _start(self) -> subprocess.Popen:
-        return subprocess.Popen(self._command, stdin=subprocess.PIPE, env=self._environment)
+        return subprocess.Popen(self._command, stdin=subprocess.PIPE, env=self._environment, start_new_session=True)
 
     def restart_ended(self) -> None:
         """Starts nodes again that have ended."""
@@ -6915,7 +6921,7 @@ class Coordinator:
                 signal.signal(getattr(signal, name), self._on_signal)
         try:
             self.start()
-            announced = compared = 0
+            announced, compared = None, 0
             while not self.stopping:
                 if self.local_nodes is not None:
                     self.local_nodes.restart_ended()
@@ -6927,16 +6933,18 @@ class Coordinator:
         finally:
             self.stop()
 
-    def _announce(self, status: dict, announced: int) -> int:
-        """Prints plan and curl line when the cluster becomes ready with a new plan; returns its epoch."""
-        if status["state"] != "ready" or status["epoch"] == announced:
+    def _announce(self, status: dict, announced: tuple | None) -> tuple | None:
+        """Prints plan and curl line when the cluster is ready with another plan than the one that was announced, and
+        returns what is announced now."""
+        news = status["plan"], status["advice"] is not None
+        if status["state"] != "ready" or news == announced:
             return announced
         table = self.controller.plan_table()
         if table is None:  # void since
             return announced
         advice = f"\nnote: {status['advice']}" if status["advice"] else ""
         print(f"ready:\n{table}{advice}\ntry it:\n{curl_command(self.args, self.server.port)}", flush=True)
-        return status["epoch"]
+        return news
 
     def _compare_times(self, status: dict, compared: int) -> int:
         """Logs the plan once more when real tokens have shown how long its stages and links take; returns its epoch."""
@@ -6956,15 +6964,16 @@ class Coordinator:
         log.info("ending; once more ends at once")
 
     def stop(self) -> None:
-        """Ends requests with an error, then links, nodes and the API."""
+        """Ends requests with an error, then the API, nodes and links."""
+        self.controller.begin_to_stop()
         if self.engine is not None:
             self.engine.stop("the coordinator is shutting down")
         if self.server is not None:
             self.server.wait_for_answers(LAST_WORDS_S)
             self.server.stop()
-        self.controller.stop()
         if self.local_nodes is not None:
             self.local_nodes.stop()
+        self.controller.stop()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -238,7 +238,7 @@ class Cluster:
 
     def wait_ready(self, after: int = 0) -> None:
         """Waits until the coordinator says that it is ready (in its output from line `after` on)."""
-        self.coordinator.wait_for(r"^curl http", after=after)
+        self.coordinator.wait_for("ready to generate over", after=after)
 
     def close(self) -> None:
         for program in [self.coordinator, *self.nodes]:
