@@ -2107,8 +2107,10 @@ def possible_plans(needs: ModelNeeds, offers: list[NodeOffer], required: int | N
 
 
 @dataclass(frozen=True)
-class StageTimes:
-    """What the passes of a stage take: measured before the plan, so that passes can be cut to suit it."""
+class StageForecast:
+    """What a pass will take in one stage, by its rows: from its node's MEASURED, so before the plan was first used.
+    Passes are cut to suit it, and one that takes far longer loses its stage.
+    """
 
     layers_ms: dict[str, float]  # {rows: milliseconds in all its layers}
     link_ms: float  # there and back
@@ -2123,7 +2125,7 @@ class StageTimes:
         return max(0.0, low_ms + (rows - low) * (high_ms - low_ms) / (high - low))
 
 
-def prefill_chunk(tokens: int, stages: list[StageTimes]) -> int:
+def prefill_chunk(tokens: int, stages: list[StageForecast]) -> int:
     """Rows of the passes in which a prompt of so many tokens is through all stages soonest.
 
     Large chunks waste least; small ones let the stages begin, and end, together: the first chunk passes all of them,
@@ -2137,7 +2139,7 @@ def prefill_chunk(tokens: int, stages: list[StageTimes]) -> int:
     return PREFILL_CHUNK if len(stages) == 1 else min(reversed(PREFILL_CHUNKS), key=total_ms)
 
 
-def decode_groups(sequences: int, stages: list[StageTimes]) -> int:
+def decode_groups(sequences: int, stages: list[StageForecast]) -> int:
     """Among how many passes, in flight at once, the next tokens of so many sequences are divided.
 
     One pass reads the weights once for all, but only one stage works at a time. With several groups all stages work,
@@ -2193,7 +2195,10 @@ def _what_is_missing(needs: ModelNeeds, all_costs: list[_Costs], stages: int) ->
 
 @dataclass(frozen=True)
 class MeasuredTimes:
-    """Milliseconds of one token, as real passes took them: {node id: in its layers}, {node id: there and back}, all."""
+    """What one token has really taken in the plan in use (TokenTimer), to be shown beside what was predicted.
+
+    Milliseconds: {node id: in its layers}, {node id: there and back}, through all of them.
+    """
 
     stage_ms: dict[str, float]
     link_ms: dict[str, float]
@@ -3087,8 +3092,9 @@ class Pass:
     not_finite: str | None = None  # the first node whose hidden states were no finite numbers
 
 
-class TimedPasses:
-    """Medians over the last passes of one token that had to wait for no other: [s] of the stages, and in all.
+class TokenTimer:
+    """Times one token in each stage of a plan, on its link and in all: medians over the last passes of one token that
+    had to wait for no other. They are only shown (MeasuredTimes).
 
     Readers add, each for its own stage; anyone may ask.
     """
@@ -3130,8 +3136,8 @@ class Pipeline:
         self.links = links
         self.hidden_size = hidden_size
         self.wire_dtype = wire_dtype
-        self.times = TimedPasses(len(links))
-        self.stage_times: list[StageTimes] = []  # known before the first pass
+        self.timer = TokenTimer(len(links))
+        self.forecasts: list[StageForecast] = []  # of the stages, known before the first pass
         self._deliver = deliver
         self._lock = threading.Lock()
         self._passes: dict[int, Pass] = {}
@@ -3207,7 +3213,7 @@ class Pipeline:
         ms = (link.answered_at - request.sent_at) * 1e3
         link.pass_ms = ms if link.pass_ms is None else 0.9 * link.pass_ms + 0.1 * ms
         if request.is_timed:
-            self.times.add_stage(request.stage, ms, frame.payload["compute_ms"])
+            self.timer.add_stage(request.stage, ms, frame.payload["compute_ms"])
         last = request.stage == len(self.links) - 1
         raw = b"" if frame.raw is None else frame.raw
         rows = request.kept_rows if last else len(request.slots)
@@ -3219,7 +3225,7 @@ class Pipeline:
             self._run(request, frame.raw)
             return
         if request.is_timed:
-            self.times.add_token((link.answered_at - request.started_at) * 1e3)
+            self.timer.add_token((link.answered_at - request.started_at) * 1e3)
         with self._lock:
             del self._passes[request.request_id]
         self._deliver(request, hidden_states, None)
@@ -3675,13 +3681,13 @@ class Controller:
         links = [self.cluster.nodes[node_id].link for node_id in plan.node_ids]
         config = self.checkpoint.config
         self.pipeline = Pipeline(plan.epoch, links, config.hidden_size, self.model.wire_dtype, self._deliver)
-        self.pipeline.stage_times = [self._stage_times(stage) for stage in plan.stages]
+        self.pipeline.forecasts = [self._forecast(stage) for stage in plan.stages]
         return plan, self.pipeline
 
-    def _stage_times(self, stage: StagePlan) -> StageTimes:
+    def _forecast(self, stage: StagePlan) -> StageForecast:
         node = self.cluster.nodes[stage.node_id]
         layers_ms = {rows: stage.layers * ms for rows, ms in node.measured["layer_ms"].items()}
-        return StageTimes(layers_ms, stage.link_ms, node.memory_pool)
+        return StageForecast(layers_ms, stage.link_ms, node.memory_pool)
 
     def _deliver(self, request: Pass, hidden_states: torch.Tensor | None, error: str | None) -> None:
         self.deliver(request, hidden_states, error)
@@ -3885,7 +3891,7 @@ class Controller:
 
     def _measured(self) -> MeasuredTimes:
         pipeline, plan = self.pipeline, self.cluster.plan
-        return NOT_MEASURED if pipeline is None or plan is None else pipeline.times.medians(plan.node_ids)
+        return NOT_MEASURED if pipeline is None or plan is None else pipeline.timer.medians(plan.node_ids)
 
     def plan_table(self) -> str | None:
         """The present plan with what real passes have taken so far; None without a plan."""
@@ -3957,7 +3963,7 @@ def _describe_node(node: NodeRecord, stage: StagePlan | None, times: MeasuredTim
 NGRAM = 3  # ids that must have stood together before
 FIRST_HIT_RATE, HIT_RATE_STEP = 0.5, 0.2
 DRAFT_SIZES = (1, 3, 7, 15)  # with the row that is not a draft: powers of two
-STEP_TIME_LIFE_S = 30.0  # older measurements are forgotten: the machines may have something else to do now
+DECODE_TIME_LIFE_S = 30.0  # older measurements are forgotten: the machines may have something else to do now
 
 
 class PromptLookup:
@@ -3999,8 +4005,10 @@ class PromptLookup:
         self._after[ngram] = len(self._ids)
 
 
-class StepTimes:
-    """How long decode passes with so many rows take, links and head included, learnt from those that were run."""
+class DecodeTimes:
+    """How long whole decode passes take by their rows, links and head included, learnt from those that were run: what
+    drafts cost. Unlike a StageForecast it follows the machines' present load.
+    """
 
     def __init__(self):
         self._measured: dict[int, tuple[float, float]] = {}  # rows, rounded up to a power of two -> (seconds, when)
@@ -4009,7 +4017,7 @@ class StepTimes:
         """A pass took so long. Slower than known is believed slowly: something else may have been running."""
         size = self._size(rows)
         old, at = self._measured.get(size, (seconds, now))
-        is_known = now - at < STEP_TIME_LIFE_S
+        is_known = now - at < DECODE_TIME_LIFE_S
         self._measured[size] = (0.7 * old + 0.3 * seconds if is_known and seconds > old else seconds, now)
 
     def estimate(self, rows: int, now: float) -> float:
@@ -4017,7 +4025,7 @@ class StepTimes:
 
         What was not measured is taken to grow with the root of the rows: enough hope to try twice as many, not more.
         """
-        known = {n: seconds for n, (seconds, at) in self._measured.items() if now - at < STEP_TIME_LIFE_S}
+        known = {n: seconds for n, (seconds, at) in self._measured.items() if now - at < DECODE_TIME_LIFE_S}
         size = self._size(rows)
         nearest = min(known, key=lambda n: max(n / size, size / n), default=None)
         return size**0.5 if nearest is None else known[nearest] * (size / nearest) ** 0.5
@@ -4214,7 +4222,7 @@ class Engine:
         self.pipeline: Pipeline | None = None
         self.in_flight: dict[int, str] = {}  # request_id -> kind of the passes that have not come back
         self.passes_sent = 0
-        self.step_times = StepTimes()
+        self.decode_times = DecodeTimes()
         self.generated_tokens = self.drafted_tokens = self.accepted_drafts = 0
         self.outage_since: float | None = time.monotonic()  # when there was last a plan to generate with; None: now
         self._inbox: queue.Queue = queue.Queue()
@@ -4399,7 +4407,7 @@ class Engine:
         self._use_rows(rows, hidden_states, request.not_finite)
         if step.is_alone and self.passes_sent == request.request_id and request.kind == "RUN_DECODE":
             now = time.monotonic()
-            self.step_times.add(len(request.slots), now - step.sent_at, now)
+            self.decode_times.add(len(request.slots), now - step.sent_at, now)
 
     def _on_stop(self, reason: str) -> None:
         self._stop_reason = reason
@@ -4482,7 +4490,7 @@ class Engine:
         ready = [sequence for sequence in decoding if sequence.in_flight == 0]
         if not ready:
             return
-        groups = decode_groups(len(decoding), self.pipeline.stage_times)
+        groups = decode_groups(len(decoding), self.pipeline.forecasts)
         size = math.ceil(len(decoding) / groups)
         room = groups - list(self.in_flight.values()).count("RUN_DECODE")
         for start in range(0, min(len(ready), room * size), size):
@@ -4502,7 +4510,7 @@ class Engine:
         now = time.monotonic()
 
         def seconds(rows: int) -> float:
-            return self.step_times.estimate(rows, now) if rows <= self.most_rows else math.inf
+            return self.decode_times.estimate(rows, now) if rows <= self.most_rows else math.inf
 
         worth = [(s.lookup.hit_rate if s.lookup else 0.0, len(ids)) for s, ids in zip(sequences, guesses)]
         sizes = draft_sizes(worth, seconds)
@@ -4524,7 +4532,7 @@ class Engine:
         if not prefilling:
             return
         left = [sequence.length - sequence.sent for sequence in prefilling]
-        room = min(self.most_rows, prefill_chunk(sum(left), self.pipeline.stage_times))
+        room = min(self.most_rows, prefill_chunk(sum(left), self.pipeline.forecasts))
         rows: list[Row] = []
         for sequence in prefilling:
             is_alone = sequence.wants_prompt_logprobs or sequence.lost_plans > 0

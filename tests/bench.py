@@ -660,7 +660,7 @@ def chunk_rows(cluster: Cluster, tokens: int) -> int:
     for node in cluster.status()["nodes"]:
         layers = node["layers"][1] - node["layers"][0]
         times = {rows: layers * milliseconds for rows, milliseconds in node["layer_ms"].items()}
-        stages.append(coordinator.StageTimes(times, 0.0, node["node_id"]))
+        stages.append(coordinator.StageForecast(times, 0.0, node["node_id"]))
     return coordinator.prefill_chunk(tokens, stages)
 
 

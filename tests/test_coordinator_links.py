@@ -389,7 +389,7 @@ def test_sequences_are_decoded_in_groups_where_that_is_quicker(running, right):
     cluster.wait_ready()
     rows_cost = {"1": 1.0, "8": 8.0, "64": 64.0, "256": 256.0}
     pipeline = cluster.controller.pipeline
-    pipeline.stage_times = [coordinator.StageTimes(rows_cost, 0.0, machine) for machine in ("one", "other")]
+    pipeline.forecasts = [coordinator.StageForecast(rows_cost, 0.0, machine) for machine in ("one", "other")]
     sent, send = [], pipeline.send
 
     def noted(kind, hidden_states, *rest):
@@ -562,7 +562,7 @@ def test_strangers_on_the_node_port_are_closed_and_change_nothing(running, data)
 
 
 def test_drafts_make_no_pass_larger_than_nodes_take(running, monkeypatch):
-    monkeypatch.setattr(coordinator.StepTimes, "estimate", lambda times, rows, now: 1.0)  # drafts cost nothing
+    monkeypatch.setattr(coordinator.DecodeTimes, "estimate", lambda times, rows, now: 1.0)  # drafts cost nothing
     engine = running(1, slots=6, max_context=40).engine
     request = coordinator.GenerationRequest([[1, 2] * 5], 6, 30, coordinator.SamplingParams())
     generation = coordinator.Generation(request, engine)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from coordinator import DRAFT_SIZES, NGRAM, STEP_TIME_LIFE_S, PromptLookup, StepTimes, draft_sizes
+from coordinator import DECODE_TIME_LIFE_S, DRAFT_SIZES, NGRAM, DecodeTimes, PromptLookup, draft_sizes
 
 
 def brute_force_guess(ids: list[int], source: int | None) -> int | None:
@@ -89,8 +89,8 @@ def test_in_a_batch_those_that_hit_are_drafted_and_the_others_are_not():
     assert sizes[0] == 0 and sizes[1] >= 7 and sizes[2] == 0
 
 
-def test_step_times_are_learnt_and_forgotten():
-    times = StepTimes()
+def test_decode_times_are_learnt_and_forgotten():
+    times = DecodeTimes()
     assert times.estimate(1, 0) < times.estimate(2, 0) < times.estimate(16, 0)
     times.add(1, 0.050, 0.0)
     assert times.estimate(1, 1) == 0.050
@@ -101,5 +101,5 @@ def test_step_times_are_learnt_and_forgotten():
     assert 0.060 < times.estimate(4, 2) < 0.300
     times.add(4, 0.055, 3.0)
     assert times.estimate(4, 3) == 0.055
-    later = 1 + STEP_TIME_LIFE_S
+    later = 1 + DECODE_TIME_LIFE_S
     assert times.estimate(1, later) < times.estimate(4, later) == 0.055

@@ -24,7 +24,7 @@ from coordinator import (
     NodeRecord,
     NodeState,
     NoPlan,
-    StageTimes,
+    StageForecast,
     decode_groups,
     estimate_required,
     make_plan,
@@ -864,9 +864,9 @@ def test_a_node_that_cannot_measure_does_not_stop_the_others():
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def stage_times(fixed: float, per_row: float, link_ms: float = 0.0, machine: object = None) -> StageTimes:
+def forecast(fixed: float, per_row: float, link_ms: float = 0.0, machine: object = None) -> StageForecast:
     times = {str(rows): fixed + per_row * rows for rows in (1, 8, 64, 256)}
-    return StageTimes(times, link_ms, object() if machine is None else machine)
+    return StageForecast(times, link_ms, object() if machine is None else machine)
 
 
 def simulated_ms(passes: list[list[float]], links: list[float], machines: list[object]) -> float:
@@ -883,16 +883,14 @@ def simulated_ms(passes: list[list[float]], links: list[float], machines: list[o
 
 
 def test_times_lie_on_the_lines_between_the_measured_ones():
-    times = StageTimes({"1": 10.0, "8": 17.0, "64": 73.0, "256": 169.0}, 0.0, "m")
+    times = StageForecast({"1": 10.0, "8": 17.0, "64": 73.0, "256": 169.0}, 0.0, "m")
     assert [times.ms(rows) for rows in (1, 2, 8, 36, 64, 160, 256, 512)] == [10, 11, 17, 45, 73, 121, 169, 297]
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_prompts_are_cut_into_the_chunks_that_are_through_all_stages_soonest(seed):
     rng = random.Random(seed)
-    stages = [
-        stage_times(rng.choice((0.0, 1.0, 30.0, 200.0)), rng.uniform(0.1, 2.0)) for _ in range(rng.randrange(1, 5))
-    ]
+    stages = [forecast(rng.choice((0.0, 1.0, 30.0, 200.0)), rng.uniform(0.1, 2.0)) for _ in range(rng.randrange(1, 5))]
     tokens = rng.choice((1, 100, 600, 2048, 8000))
     machines = [stage.machine for stage in stages]
 
@@ -905,10 +903,10 @@ def test_prompts_are_cut_into_the_chunks_that_are_through_all_stages_soonest(see
 
 
 def test_one_stage_or_cheap_rows_take_the_largest_chunks():
-    assert prefill_chunk(2048, [stage_times(0, 1)]) == 512
-    assert prefill_chunk(2048, [stage_times(100, 0.01)] * 2) == 512
-    assert prefill_chunk(2048, [stage_times(1, 1)] * 2) == 128
-    assert prefill_chunk(2048, [stage_times(0, 0)] * 2) == 512
+    assert prefill_chunk(2048, [forecast(0, 1)]) == 512
+    assert prefill_chunk(2048, [forecast(100, 0.01)] * 2) == 512
+    assert prefill_chunk(2048, [forecast(1, 1)] * 2) == 128
+    assert prefill_chunk(2048, [forecast(0, 0)] * 2) == 512
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -916,7 +914,7 @@ def test_decodes_are_divided_so_that_a_token_of_all_takes_the_least_time(seed):
     rng = random.Random(seed)
     machine, link_ms = ("one", (0.0,)) if rng.random() < 0.3 else (None, (0.0, 2.0, 60.0))
     stages = [
-        stage_times(rng.choice((0.0, 5.0, 40.0)), rng.uniform(0.1, 5.0), rng.choice(link_ms), machine)
+        forecast(rng.choice((0.0, 5.0, 40.0)), rng.uniform(0.1, 5.0), rng.choice(link_ms), machine)
         for _ in range(rng.randrange(1, 5))
     ]
     sequences = rng.randrange(1, 13)
@@ -935,9 +933,9 @@ def test_decodes_are_divided_so_that_a_token_of_all_takes_the_least_time(seed):
 
 
 def test_decodes_are_divided_only_over_machines_that_can_work_at_once():
-    assert decode_groups(8, [stage_times(5, 5), stage_times(5, 5)]) == 2
-    assert decode_groups(8, [stage_times(5, 5, machine="one"), stage_times(5, 5, machine="one")]) == 1
-    assert decode_groups(1, [stage_times(5, 5), stage_times(5, 5)]) == 1
-    assert decode_groups(8, [stage_times(5, 5)]) == 1
-    assert decode_groups(8, [stage_times(20, 0.01), stage_times(20, 0.01)]) == 1  # rows that cost nothing go together
-    assert decode_groups(8, [stage_times(0, 0), stage_times(0, 0)]) == 1
+    assert decode_groups(8, [forecast(5, 5), forecast(5, 5)]) == 2
+    assert decode_groups(8, [forecast(5, 5, machine="one"), forecast(5, 5, machine="one")]) == 1
+    assert decode_groups(1, [forecast(5, 5), forecast(5, 5)]) == 1
+    assert decode_groups(8, [forecast(5, 5)]) == 1
+    assert decode_groups(8, [forecast(20, 0.01), forecast(20, 0.01)]) == 1  # rows that cost nothing go together
+    assert decode_groups(8, [forecast(0, 0), forecast(0, 0)]) == 1
