@@ -3035,7 +3035,6 @@ class NodeLink:
         self.pinged_at: float | None = None
         self._pings_left = 0
         self._round_trips: deque[float] = deque(maxlen=LINK_PINGS)
-        self.pass_ms: float | None = None  # smoothed time from RUN_* to HIDDEN_STATE
         self.answered_at = 0.0  # when its last HIDDEN_STATE came
         self.measured: dict | None = None  # MEASURED's payload, until the link has been measured too
         # The message that must come next, when it is late, and of which epoch it is (None: of none).
@@ -3159,7 +3158,8 @@ class Pipeline:
 
         def is_late(request: Pass) -> bool:  # stages answer in order, so a pass counts from the answer before it
             link = self.links[request.stage]
-            limit = max(ANSWER_LIMIT_S["HIDDEN_STATE"], 20 * (link.pass_ms or 0.0) / 1e3)
+            forecast_s = self.forecasts[request.stage].ms(len(request.slots)) / 1e3
+            limit = max(ANSWER_LIMIT_S["HIDDEN_STATE"], 20 * forecast_s)
             return now - max(request.sent_at, link.answered_at) > limit
 
         late_stages = {request.stage for request in passes if is_late(request)}
@@ -3210,10 +3210,9 @@ class Pipeline:
         """Hands a stage's output to the next stage, or the last one's to the engine."""
         request = self.expected(link, frame)
         link.answered_at = time.monotonic()
-        ms = (link.answered_at - request.sent_at) * 1e3
-        link.pass_ms = ms if link.pass_ms is None else 0.9 * link.pass_ms + 0.1 * ms
         if request.is_timed:
-            self.timer.add_stage(request.stage, ms, frame.payload["compute_ms"])
+            round_trip_ms = (link.answered_at - request.sent_at) * 1e3
+            self.timer.add_stage(request.stage, round_trip_ms, frame.payload["compute_ms"])
         last = request.stage == len(self.links) - 1
         raw = b"" if frame.raw is None else frame.raw
         rows = request.kept_rows if last else len(request.slots)
@@ -3938,7 +3937,6 @@ def _describe_node(node: NodeRecord, stage: StagePlan | None, times: MeasuredTim
         "memory_bytes": stage.memory_bytes if stage else node.own_memory_bytes,
         "layer_ms": measured.get("layer_ms"),
         "kernels": measured.get("kernels"),
-        "pass_ms": link.pass_ms,
         "rtt_ms": link.rtt_ms,
         "predicted_ms": stage.predicted_ms if stage else None,
         "measured_ms": times.stage_ms.get(node.node_id),
@@ -5958,14 +5956,13 @@ function box(node) {
   const fact = (name, text, className) =>
     facts.appendChild(element("div", "")).append(element("dt", "", name), element("dd", className ?? "", text));
   const used = (node.weight_bytes ?? 0) + (node.cache_bytes ?? 0), memory = node.memory_bytes;
-  const planned = node.layers && node.layer_ms?.["1"] * (node.layers[1] - node.layers[0]);
   made.append(element("h3", "", node.node_id), facts);
   fact("state", node.state, node.state);
   fact("device", node.device);
   if (node.layers) fact("layers", `${node.layers[0]}\u2013${node.layers[1] - 1}`);
   if (used || memory) fact("memory", [used, memory].filter(Boolean).map(size).join(" / "));
-  if (node.pass_ms != null) fact("per pass", `${node.pass_ms.toFixed(1)} ms`);
-  else if (planned) fact("per token", `about ${planned.toFixed(1)} ms`);
+  if (node.measured_ms != null) fact("per token", `${node.measured_ms.toFixed(1)} ms`);
+  else if (node.predicted_ms != null) fact("per token", `about ${node.predicted_ms.toFixed(1)} ms`);
   if (used && memory) made.append(Object.assign(element("meter", ""), { value: used / memory, title: "memory used" }));
   if (node.last_error) made.append(element("p", "error soft", node.last_error));
   return item;

@@ -175,6 +175,17 @@ def test_a_pass_that_never_returns_loses_its_stage_and_goes_on_elsewhere(running
     assert stuck.closed.is_set()
 
 
+def test_a_pass_is_late_after_120_s_or_20_times_its_forecast():
+    link = types.SimpleNamespace(answered_at=0.0)
+    pipeline = coordinator.Pipeline(1, [link], 64, "fp32", lambda *result: None)
+    pipeline.forecasts = [coordinator.StageForecast({"1": 1000.0, "8": 8000.0}, 0.0, "machine")]
+    for rows, limit_s in ((1, 120), (6, 120), (8, 160), (16, 320)):
+        request = coordinator.Pass(1, "RUN_PREFILL", [0] * rows, list(range(rows)), 1, 1, None, sent_at=1000.0)
+        pipeline._passes = {1: request}
+        assert pipeline.late_links(1000.0 + limit_s - 1) == []
+        assert pipeline.late_links(1000.0 + limit_s + 1) == [link]
+
+
 def test_a_loader_that_was_overtaken_by_the_next_plan_asks_for_nothing(running, right):
     cluster = running(1)
     cluster.join("a")

@@ -62,7 +62,7 @@ class FakeCluster(FakeService):
         }
 
 
-TWO_NODES = [node("desk", layers=[0, 10], pass_ms=3.21), node("attic", layers=[10, 24])]
+TWO_NODES = [node("desk", layers=[0, 10], measured_ms=3.21), node("attic", layers=[10, 24], predicted_ms=7.0)]
 
 
 @contextlib.contextmanager
