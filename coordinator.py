@@ -1,4 +1,4 @@
-"""coordinator.py: the machine that knows the model. It spreads the layers over nodes and serves an OpenAI-compatible API.
+"""coordinator.py: the machine that knows the model. It spreads the layers over nodes and serves an OpenAI API.
 
     python coordinator.py --model Qwen/Qwen2.5-1.5B-Instruct        # then, on other machines: python node.py --host ...
     python coordinator.py --local-nodes 2                           # the bundled model on this machine alone
@@ -11,8 +11,8 @@ A request's path:
     links           embedding -> node 1 -> node 2 -> ... -> head           (Pipeline.send, on_hidden_state)
     text, HTTP      token ids -> text deltas -> JSON or server-sent events (TextStream, answer_deltas, stream_answer)
 
-A node's path: JOINED -> LOADING -> READY, any -> LOST (NODE_MOVES). Plans are counted by epochs; what belongs to an older
-epoch is dropped.
+A node's path: JOINED -> LOADING -> READY, any -> LOST (NODE_MOVES). Plans are counted by epochs; what belongs to an
+older epoch is dropped.
 
 Threads. The engine thread owns slots and sequences; everybody else talks to it through its inbox. The controller's lock
 guards the cluster's state. Each link has a reader and a writer; a reader never waits for another link. Each HTTP
@@ -72,8 +72,8 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote_to_bytes
 
-# Threads that wait for the next layer must not burn the cores that local nodes compute on (see node.py). Read when torch
-# loads its OpenMP, hence before the import; the user's own setting wins.
+# Threads that wait for the next layer must not burn the cores that local nodes compute on (see node.py). Read when
+# torch loads its OpenMP, hence before the import; the user's own setting wins.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("KMP_BLOCKTIME", "0")
 
@@ -2187,8 +2187,8 @@ def _what_is_missing(needs: ModelNeeds, all_costs: list[_Costs], stages: int) ->
         while largest < needs.layers and costs.fits(0, largest + 1):
             largest += 1
         lines.append(
-            f"{costs.offer.node_id}: have {_gib(costs.offer.memory_bytes)}, need {_gib(costs.need_bytes(0, share))} for "
-            f"{share} layers, room for {largest}"
+            f"{costs.offer.node_id}: have {_gib(costs.offer.memory_bytes)}, need {_gib(costs.need_bytes(0, share))} "
+            f"for {share} layers, room for {largest}"
         )
     return "; ".join(lines) + ". Add nodes, or lower --max-context, --slots, or use --quant int8 or int4"
 
@@ -2304,8 +2304,8 @@ def _why_slow(stage: StagePlan) -> str:
 # ------------------------------------------------------------------------------
 # Cluster state
 # ------------------------------------------------------------------------------
-# What is known of the nodes, and what to do next. No socket, thread or clock in here: the links report what happened and
-# when, and `next_plan` says what should be loaded. Readiness is derived, never stored.
+# What is known of the nodes, and what to do next. No socket, thread or clock in here: the links report what happened
+# and when, and `next_plan` says what should be loaded. Readiness is derived, never stored.
 
 
 class NodeState(enum.Enum):
@@ -3769,7 +3769,7 @@ class Controller:
             link.connection.close(f"its weights could not be sent: {error!r}")
 
     def _expect_of_plan(self, link: NodeLink, type: str, epoch: int, extra_s: float = 0.0) -> bool:
-        """Notes what a node will owe; False when the plan is gone by now, so that nothing of it may be asked any more."""
+        """Notes what a node will owe; False when the plan is gone by now, so that nothing of it may be asked."""
         with self._changed:
             if self.cluster.epoch != epoch or self.cluster.plan is None:
                 return False
@@ -3953,10 +3953,11 @@ def _describe_node(node: NodeRecord, stage: StagePlan | None, times: MeasuredTim
 # ------------------------------------------------------------------------------
 # Prompt lookup
 # ------------------------------------------------------------------------------
-# A decode pass costs a round trip through all nodes and reads all weights, whether it carries one row or several. So the
-# next tokens are guessed from the text so far, sent along as drafts, and at each of their positions a token is drawn as
-# always: while it equals the draft, the next position's hidden state is good as well. The text, and with a seed every
-# draw, is what it would be without drafts. Method: prompt lookup decoding (A. Saxena, 2023); llama.cpp's "lookup".
+# A decode pass costs a round trip through all nodes and reads all weights, whether it carries one row or several. So
+# the next tokens are guessed from the text so far, sent along as drafts, and at each of their positions a token is
+# drawn as always: while it equals the draft, the next position's hidden state is good as well. The text, and with a
+# seed every draw, is what it would be without drafts. Method: prompt lookup decoding (A. Saxena, 2023); llama.cpp's
+# "lookup".
 
 NGRAM = 3  # ids that must have stood together before
 FIRST_HIT_RATE, HIT_RATE_STEP = 0.5, 0.2
@@ -3967,8 +3968,8 @@ DECODE_TIME_LIFE_S = 30.0  # older measurements are forgotten: the machines may 
 class PromptLookup:
     """Guesses the next ids of one sequence: where its last NGRAM ids stood before, what followed them there.
 
-    `hit_rate` is the share of right guesses, recent ones counting most, whether or not they were sent as drafts: finding
-    out what guesses are worth costs nothing.
+    `hit_rate` is the share of right guesses, recent ones counting most, whether or not they were sent as drafts:
+    finding out what guesses are worth costs nothing.
     """
 
     def __init__(self, ids: list[int]):
@@ -3989,7 +3990,7 @@ class PromptLookup:
         self._add(token_id)
 
     def draft(self, count: int) -> list[int]:
-        """The next `count` ids as they are guessed, [] without a guess; what reaches its own start goes on in a circle."""
+        """The next `count` ids as guessed, [] without a guess; what reaches its own start goes on in a circle."""
         if self._source is None:
             return []
         period = len(self._ids) - self._source
@@ -4053,9 +4054,9 @@ def draft_sizes(guesses: list[tuple[float, int]], seconds: Callable[[int], float
 # ------------------------------------------------------------------------------
 # Engine
 # ------------------------------------------------------------------------------
-# One thread owns generation: it admits sequences into slots, sends their prompts through the pipeline in chunks, decodes
-# all that are ready in one pass, samples, and hands events to the requests' queues. Everything that happens elsewhere
-# (a result, a new request, a lost node) arrives in its inbox.
+# One thread owns generation: it admits sequences into slots, sends their prompts through the pipeline in chunks,
+# decodes all that are ready in one pass, samples, and hands events to the requests' queues. Everything that happens
+# elsewhere (a result, a new request, a lost node) arrives in its inbox.
 #
 # Positions are the whole KV protocol: a slot remembers the token ids that were sent to it in this epoch; whoever gets
 # the slot starts its prefill at the first id that differs. After a new plan all slots are empty, and a sequence is
@@ -4175,7 +4176,7 @@ class Generation:
 
 @dataclass
 class Row:
-    """What one segment of a pass means to the engine: `ids[start:stop]` of a sequence, then drafts of what may follow."""
+    """What one segment of a pass means to the engine: `ids[start:stop]` of a sequence, then drafts."""
 
     sequence: Sequence
     start: int
@@ -4204,7 +4205,7 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 
 
 class Engine:
-    """Owns slots, sequences and sampling. Other threads only call submit, cancel, stop, describe and the on_... inputs."""
+    """Owns slots, sequences and sampling. Other threads only call submit, cancel, stop, describe and on_..."""
 
     def __init__(
         self, controller: Controller, token_mask: np.ndarray, slots: int, max_context: int, prompt_lookup: bool = True
@@ -4305,7 +4306,7 @@ class Engine:
             self._fail_running(ApiError.internal())
 
     def _arrivals(self) -> list:
-        """Waits for something in the inbox; returns all that is there, so that the next passes are chosen knowing it."""
+        """Waits for something in the inbox; returns all of it, so that the next passes are chosen knowing it."""
         arrived = []
         try:
             arrived.append(self._inbox.get(timeout=1.0))
@@ -4461,8 +4462,8 @@ class Engine:
         usable = 0 if sequence.wants_prompt_logprobs else len(ids) - 1
         prefixes = {slot.index: min(usable, common_prefix(slot.tokens, ids)) for slot in self.slots}
         slot = max(free, key=lambda s: (prefixes[s.index], -len(s.tokens), -s.used_at))
-        # COPY_CACHE reaches the later stages before passes that are still in an earlier one. So it may copy only what all
-        # stages hold, and only to where no such pass will write.
+        # COPY_CACHE reaches the later stages before passes that are still in an earlier one. So it may copy only what
+        # all stages hold, and only to where no such pass will write.
         settled = {s.index: min(prefixes[s.index], s.settled) for s in self.slots}
         source = max(self.slots, key=lambda s: settled[s.index])
         start = prefixes[slot.index]
@@ -4589,7 +4590,7 @@ class Engine:
             start = stop
 
     def _use_logits(self, row: Row, logits: torch.Tensor, not_finite: str | None) -> None:
-        """Draws the next token of one sequence, and one more after every draft that was right. logits [1 + drafts, V]."""
+        """Draws the next token of a sequence, and one more after every draft that was right. logits [1 + drafts, V]."""
         sequence = row.sequence
         if not sequence.output_ids:
             self._prompt_done(sequence)
@@ -6553,7 +6554,8 @@ FLAGS = (
         {
             "choices": PLAN_COSTS,
             "default": "even",
-            "help": "what is made small: even: the largest stage; throughput: the slowest stage; latency: one token's time",
+            "help": "what is made small: even: the largest stage; throughput: the slowest stage; "
+            "latency: one token's time",
         },
     ),
     ("--target-node-memory-gb", {"type": float, "help": "GiB to assume for a node that does not know its memory"}),

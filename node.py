@@ -2,11 +2,11 @@
 
     python node.py --host 192.168.1.10 --port 7001
 
-Needs this file, qwen.py, quant.py, wire.py and `pip install torch msgpack numpy`; no model files. The node connects to the
-coordinator, says what it has (HELLO), measures its kernels when asked (MEASURE), takes a range of layers (ASSIGNMENT),
-receives their weights straight into place (WEIGHT_CHUNK), and then turns hidden states into hidden states. Weights that
-it still has, in memory or in its cache on disk, are not sent again. When the coordinator goes away it keeps trying to
-come back, for ever.
+Needs this file, qwen.py, quant.py, wire.py and `pip install torch msgpack numpy`; no model files. The node connects to
+the coordinator, says what it has (HELLO), measures its kernels when asked (MEASURE), takes a range of layers
+(ASSIGNMENT), receives their weights straight into place (WEIGHT_CHUNK), and then turns hidden states into hidden
+states. Weights that it still has, in memory or in its cache on disk, are not sent again. When the coordinator goes away
+it keeps trying to come back, for ever.
 
     python node.py --forget         deletes the cached weights
 
@@ -596,7 +596,7 @@ class Worker(threading.Thread):
         return {i: layer for i, (_, layer) in self.loaded.items()}
 
     def leave_stage(self) -> None:
-        """Frees the stage's caches and what it has not loaded; loaded layers stay. Its load must have been abandoned."""
+        """Frees the stage's caches and what it has not loaded; loaded layers stay. Its load must be abandoned."""
         self.stage = None
         if self.cache_reader is not None:
             self.cache_reader.join()
@@ -755,8 +755,8 @@ class Session:
             self.worker.jobs.put(self.worker.leave_stage)
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Has the worker run a job, unless the connection has ended by then. A bug in a job ends the connection, not the
-        worker: the node joins again. BadFrame when too many jobs wait."""
+        """Has the worker run a job, unless the connection has ended by then. A bug in a job ends the connection, not
+        the worker: the node joins again. BadFrame when too many jobs wait."""
         if self.worker.jobs.qsize() >= MAX_WAITING_JOBS:
             raise self.bad(f"more than {MAX_WAITING_JOBS} requests are waiting")
 
@@ -1124,7 +1124,7 @@ class Session:
         self.submit(apply)
 
     def _is_abandoned(self, assignment: Assignment) -> bool:
-        """(cache reader) Nobody needs more of the cache: the connection has ended, the plan is gone, or loading failed."""
+        """(cache reader) Nobody needs more of the cache: the connection or the plan is gone, or loading failed."""
         return self.closed.is_set() or self._is_stale(assignment) or CACHE not in assignment.loading.open_sources
 
     # -- (worker) ends -------------------------------------------------------------------------------------------------

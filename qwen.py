@@ -6,11 +6,11 @@ The coordinator holds `Ends` (embedding, final norm, head). Every node holds one
 layers and one cache per slot and layer. A model that is not split at all is the same code: `Ends` and `Stage(0, L)`.
 
 Rows, not sequences. A stage's input is [R, hidden_size]; row r is the hidden state of one token, which goes into
-`slots[r]` at `positions[r]`. Consecutive rows of one slot are a segment. A prefill chunk is one long segment, a batch of
-decodes is many segments of one row, drafts to verify are a short segment: there is one path for all of them.
+`slots[r]` at `positions[r]`. Consecutive rows of one slot are a segment. A prefill chunk is one long segment, a batch
+of decodes is many segments of one row, drafts to verify are a short segment: there is one path for all of them.
 
-Numbers. The residual stream, norms, RoPE and softmax are fp32. On CPU all activations are fp32, whatever the weights are
-stored in; on CUDA and MPS the linears and the attention run in the compute dtype.
+Numbers. The residual stream, norms, RoPE and softmax are fp32. On CPU all activations are fp32, whatever the weights
+are stored in; on CUDA and MPS the linears and the attention run in the compute dtype.
 
 Parameters carry the names of the checkpoint. Sources: transformers models/qwen2 (the oracle of the tests), RoPE
 (arXiv:2104.09864), GQA (arXiv:2305.13245), SwiGLU (arXiv:2002.05202), RMSNorm (arXiv:1910.07467).
@@ -147,7 +147,8 @@ def _refuse_unsupported(raw: dict) -> None:
     model_type = raw.get("model_type")
     if named not in (None, "Qwen2ForCausalLM") or model_type not in (None, "qwen2") or not (named or model_type):
         raise UnsupportedModel(
-            f"architecture {named or 'none'} (model_type {model_type or 'none'}) is not supported; supported: {SUPPORTED}"
+            f"architecture {named or 'none'} (model_type {model_type or 'none'}) is not supported; "
+            f"supported: {SUPPORTED}"
         )
     if raw.get("quantization_config"):
         method = raw["quantization_config"]
@@ -648,7 +649,7 @@ class Stage:
 
 
 class Ends:
-    """What comes before the first layer and after the last: embedding, final norm, head. Lives on the coordinator's CPU.
+    """What comes before the first layer and after the last: embedding, final norm, head. On the coordinator's CPU.
 
     `embed_tokens` [V, H] may be a view of the memory-mapped checkpoint: only the rows asked for are read.
     `lm_head` is a prepared quant.Linear of shape [V, H] (built from the embedding when the two are tied).

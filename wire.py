@@ -22,10 +22,10 @@ A connection's life:
     ...then what MESSAGES calls OPEN. ERROR may come at any time and says why the sender closes.
 
 Trust. Nothing that arrives is believed before it is checked: lengths before memory is taken, every field against
-MESSAGES, seq (1, 2, 3, ... in each direction) against what must come next. What does not fit is a BadFrame that names the
-peer; the link closes and nothing else is harmed. Only data travels: no pickle, no code, no names of functions. With a
-token both sides prove that they know it, and every later frame is authenticated, but nothing is encrypted: whoever can
-read the network can read the frames. A peer with the token is trusted to compute honestly, not to send sane frames.
+MESSAGES, seq (1, 2, 3, ... in each direction) against what must come next. What does not fit is a BadFrame that names
+the peer; the link closes and nothing else is harmed. Only data travels: no pickle, no code, no names of functions. With
+a token both sides prove that they know it, and every later frame is authenticated, but nothing is encrypted: whoever
+can read the network can read the frames. A peer with the token is trusted to compute honestly, not to send sane frames.
 """
 
 import contextlib
@@ -561,7 +561,7 @@ _POWERS = torch.tensor([2.0**e for e in range(-128, 128)])  # exact, unlike torc
 
 
 def tensor_buffer(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor of any dtype: writable, sharing its memory. ValueError for any other tensor."""
+    """The bytes of a contiguous CPU tensor of any dtype: writable, sharing its memory. ValueError for others."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError("a contiguous CPU tensor expected")
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
@@ -934,7 +934,7 @@ class Connection:
         return None
 
     def _receive_into(self, view: memoryview, between_frames: bool = False) -> None:
-        """Fills view. The end of the stream is a PeerClosed before the first byte between two frames, else a BadFrame."""
+        """Fills view. The end of the stream is a PeerClosed before the first byte of a frame, else a BadFrame."""
         while view:
             count = self._receive_some(view)
             if count == 0 and (between_frames or self._closed):

@@ -288,7 +288,7 @@ class Cluster:
         return answer
 
     def stream(self, prompt, timeout: float = 120.0, **fields) -> Iterator[dict]:
-        """The chunks of a streamed completion, greedy and of full length; an error before the first byte is a chunk too.
+        """The chunks of a streamed completion, greedy, of full length; an error before the first byte is a chunk too.
 
         Closing the generator closes the connection.
         """

@@ -1,12 +1,12 @@
-"""Nodes that die, stall and come back under load, for as long as one likes. Every answer is held against the undisturbed one.
+"""Nodes that die, stall and come back under load, for as long as one likes; answers stay those of an undisturbed run.
 
     python tests/soak.py --kills 200          # one kill after another, each at a random point of a stream's life
     python tests/soak.py --minutes 20         # mixed requests from several clients, with every kind of trouble
     python tests/soak.py --kills 3 --model DIR
 
-Prints a table and, as the last line, one JSON object; the exit code is 1 when an answer was wrong, a request failed that
-should not have, or the coordinator kept threads, files, slots or memory that it should have given back. Runs with one --seed
-do the same things, but not at the same instants.
+Prints a table and, as the last line, one JSON object; the exit code is 1 when an answer was wrong, a request failed
+that should not have, or the coordinator kept threads, files, slots or memory that it should have given back. Runs with
+one --seed do the same things, but not at the same instants.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ class Tally:
 
     @contextlib.contextmanager
     def request(self, kind: str):
-        """Counts what becomes of one request. A refusal before its start, for want of nodes, is an error but no fault."""
+        """Counts what becomes of a request. A refusal before its start, for want of nodes, is no fault."""
         self.count("requests", kind)
         try:
             yield

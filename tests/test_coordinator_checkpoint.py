@@ -446,8 +446,8 @@ def test_only_the_needed_files_are_asked_for(hub):
 def offline_error():
     """What huggingface_hub 2 raises without a network, word for word."""
     return LocalEntryNotFoundError(
-        "Got: ConnectError: [Errno -2] Name or service not known\nAn error happened while trying to locate the files on "
-        "the Hub, and we cannot find the appropriate snapshot folder for the specified revision on the local disk."
+        "Got: ConnectError: [Errno -2] Name or service not known\nAn error happened while trying to locate the files "
+        "on the Hub, and we cannot find the appropriate snapshot folder for the specified revision on the local disk."
     )
 
 

@@ -128,7 +128,7 @@ def random_case(seed):
 
 @pytest.mark.parametrize("cost", ["even", "throughput", "latency"])
 def test_costs_against_brute_force(cost):
-    """400 small models with layers that differ, on nodes that differ: the cost is the best one; nothing fits: NoPlan."""
+    """400 small models of unlike layers, on unlike nodes: the cost is the best one; nothing fits: NoPlan."""
     fitted = 0
     for seed in range(400):
         needs, nodes = random_case(seed)
@@ -304,7 +304,7 @@ def test_keys_and_values_of_all_slots_are_counted():
 
 
 def test_working_memory_holds_a_prefill_chunk():
-    """The hidden states, the SwiGLU products and the attention scores of 512 rows, or of max_context if that is less."""
+    """Hidden states, SwiGLU products and attention scores of 512 rows, or of max_context if that is less."""
     assert real_needs(max_context=4096).working_bytes() >= 512 * 4 * (2 * 4864 + 14 * 4096)
     assert real_needs(max_context=8).working_bytes() < real_needs(max_context=4096).working_bytes()
 

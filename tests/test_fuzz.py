@@ -206,7 +206,10 @@ CHUNK = {
     "sha256": bytes(32),
 }  # fmt: skip
 COORDINATOR_FRAMES = {
-    "HELLO_ACK": ({"protocol_version": 1, "node_id": "fuzz", "heartbeat_s": 2.0, "nonce": bytes(32), "proof": None}, b""),
+    "HELLO_ACK": (
+        {"protocol_version": 1, "node_id": "fuzz", "heartbeat_s": 2.0, "nonce": bytes(32), "proof": None},
+        b"",
+    ),
     "ERROR": ({"code": "any", "message": "any"}, b""),
     "PING": ({}, b""),
     "PONG": ({"busy_ms": 0}, b""),

@@ -28,7 +28,7 @@ MODELS = {
     "gqa 2": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 80},
     "gqa 3": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 65},
     "mqa": {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 1, "intermediate_size": 40},
-    "gqa 7, as 0.5B": {"hidden_size": 112, "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 96},
+    "gqa 7 (0.5B)": {"hidden_size": 112, "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 96},
     "one head": {"hidden_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 24},
     "odd hidden size": {
         "hidden_size": 37, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 51,
@@ -330,7 +330,7 @@ def test_half_precision_is_as_far_off_as_its_rounding_explains(stored):
     multiplies what reaches it. 20 x eps bounds that; a lost bias or a wrong angle gives an error near 1.
     """
     weights = FORMATS[stored]
-    raw = raw_config("gqa 7, as 0.5B")
+    raw = raw_config("gqa 7 (0.5B)")
     tensors = random_tensors(qwen.Config.from_checkpoint(raw))
     ids = random_ids()
     expected = oracle(raw, tensors)(torch.tensor([ids])).logits[0]
@@ -345,7 +345,7 @@ def test_accelerators_match_transformers(device, stored):
     if not (torch.cuda.is_available() if device == "cuda" else torch.backends.mps.is_available()):
         pytest.skip(f"no {device} here")
     weights = qwen.WeightFormat("fp16", 64, stored)
-    raw = raw_config("gqa 7, as 0.5B")
+    raw = raw_config("gqa 7 (0.5B)")
     tensors = random_tensors(qwen.Config.from_checkpoint(raw))
     ids = random_ids()
     expected = oracle(raw, tensors)(torch.tensor([ids])).logits[0]
@@ -385,7 +385,7 @@ def test_swiglu_products_beyond_fp16():
 # Rows that cannot be run
 # ----------------------------------------------------------------------------------------------------------------------
 
-# (slots, positions, what the message says), for a stage of 3 slots of 16 tokens whose slot 0 holds 5 and slot 1 holds 3.
+# (slots, positions, what the message says), for a stage of 3 slots of 16 tokens: slot 0 holds 5 and slot 1 holds 3.
 INVALID = {
     "gap after the cache": ([0], [6], "position 6 is past the cache's end"),
     "gap in an empty slot": ([2], [1], "position 1 is past the cache's end"),

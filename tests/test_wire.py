@@ -1301,7 +1301,7 @@ def test_versions_that_differ_are_refused_with_the_reason_on_both_sides(node_ver
 
 
 def stranger(*frames, key=KEY, answers: int = 0):
-    """Sends frames to a coordinator and returns how its handshake ends; a frame may be a function of its last answer."""
+    """Sends frames to a coordinator; returns how its handshake ends. A frame may be a function of its last answer."""
     ours, theirs = socket.socketpair()
     conn = Connection(theirs, PEER, "coordinator")
     thread = in_thread(wire.coordinator_handshake, conn, key, 2.0, refuse_nobody_knows)

@@ -1,8 +1,8 @@
 """Starts coordinators and nodes in milliseconds: a process that has imported torch already, and forks.
 
 tests/cluster.py runs this file with one end of a socket pair (Warm). A JSON object that comes with the descriptor that
-the program shall write to starts one program; the answer is its pid. {"ended": pid} is answered with the exit code, once
-the program has ended. All of them end when the socket does.
+the program shall write to starts one program; the answer is its pid. {"ended": pid} is answered with the exit code,
+once the program has ended. All of them end when the socket does.
 
 A program may be given faults: functions of this file, which change the forked child and nothing else.
 """

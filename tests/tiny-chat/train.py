@@ -160,7 +160,8 @@ EMOJI = dict(
     )
 )
 IRREGULAR_PLURALS = {"fish": "fish"}
-WORDS = split("""able acid bank bear bell bird blue boat bone book bread brick bridge bus cake camel candle car cat chair
+WORDS = split("""
+able acid bank bear bell bird blue boat bone book bread brick bridge bus cake camel candle car cat chair
 cheese city clock cloud coat coffee cold cow crab cup desk dog door dream drum duck dust eagle earth egg engine fire
 fish flag floor flower fog forest fox friend frog fruit game garden gate ghost glass goat gold grape grass green hand
 happy hat heart hello hill honey horse house ice iron island jam jar juice key king kite lake lamp leaf lemon letter
@@ -200,12 +201,14 @@ GREETINGS = {
     "I am a tiny chat model.": ("Who are you?", "What are you?"),
 }
 
-NAMES = split("""Adam Alice Anna Ben Bob Carla Clara David Dora Emma Eva Felix Frank Grace Hana Hugo Ida Ivan Jack Jane Julia
+NAMES = split("""
+Adam Alice Anna Ben Bob Carla Clara David Dora Emma Eva Felix Frank Grace Hana Hugo Ida Ivan Jack Jane Julia
 Karl Kim Lara Leo Lily Lucy Maria Mark Max Mia Nina Noah Olga Omar Oscar Paul Peter Rosa Ruth Sam Sara Sofia Tom Vera
 Victor Yuki Zoe""")
 COLOURS = split("red blue green yellow orange purple pink black white brown grey gold silver")
 ANIMALS = split("cat dog horse rabbit parrot hamster turtle snake goat pig cow duck frog fish mouse lizard")
-CITIES = split("""Athens Berlin Boston Cairo Delhi Dublin Geneva Lima Lisbon London Madrid Milan Moscow Oslo Paris Prague Quito
+CITIES = split("""
+Athens Berlin Boston Cairo Delhi Dublin Geneva Lima Lisbon London Madrid Milan Moscow Oslo Paris Prague Quito
 Rome Seoul Sofia Sydney Tokyo Vienna Warsaw Zurich""")
 # kind: values (None: made up on the spot), how the user says it, how the system turn says it, how it is asked for
 FACTS = {
