@@ -51,7 +51,7 @@ Parts = dict[str, torch.Tensor]
 
 
 def stored_parts(out_features: int, in_features: int, quant: str, group_size: int, dtype: str) -> dict:
-    """Suffix -> (dtype name, shape) of the tensors that one [out_features, in_features] weight is stored and sent as."""
+    """Suffix -> (dtype name, shape) of the tensors that an [out_features, in_features] weight is stored and sent as."""
     if quant == "fp16":
         return {"": (dtype, (out_features, in_features))}
     if quant == "int8":
@@ -335,7 +335,7 @@ FORMS = {
     "int4_tiles": Form(_pack_int4_tiles, lambda spec: _int4_nbytes(spec, _int4_tiles_dtype(spec).itemsize)),
 }
 
-# The packed form that may take the place of the stored parts (never be kept beside them), for the planner's upper bound.
+# The packed form that may take the place of the stored parts (never kept beside them), for the planner's upper bound.
 REPLACEMENTS = {
     ("cpu", "fp16"): "fbgemm_fp16",
     ("cpu", "int8"): "fbgemm_int8",
@@ -797,7 +797,7 @@ def _require_agreement(kernel, packed, sample, count):
 
 
 def _measure(candidates, layer, device):
-    """Kernel name -> {tokens: seconds of the whole layer}. Candidates take turns, so that a busy moment hits them all."""
+    """Kernel name -> {tokens: seconds of the whole layer}. Candidates take turns: a busy moment hits them all."""
     seconds = {name: {} for name in candidates}
     in_memory = device.type == "cpu" and sum(sample.spec.stored_nbytes for sample in layer) > FITS_CACHE_BYTES
     flush = torch.zeros(CACHE_BYTES // 8 if in_memory else 0, dtype=torch.int64)
@@ -954,7 +954,7 @@ def _pack_slabs(form, parts, spec):
 def release_freed_memory() -> None:
     """Give the memory that packing has freed back to the system: glibc keeps it, and as much again as the model.
 
-    To be called after every layer, before the next one needs as much. Elsewhere than on Linux with glibc it does nothing.
+    To be called after every layer, before the next one needs as much. Does nothing but on Linux with glibc.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
