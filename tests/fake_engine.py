@@ -10,7 +10,8 @@ import math
 import random
 import threading
 import time
-from pathlib import Path
+
+from cluster import TINY_CHAT
 
 from coordinator import (
     ApiError,
@@ -22,8 +23,6 @@ from coordinator import (
     Tokenizer,
     TokenLogprob,
 )
-
-TINY_CHAT = Path(__file__).parent / "tiny-chat"
 
 
 def tiny_tokenizer() -> Tokenizer:

@@ -13,10 +13,10 @@ import random
 import re
 import socket
 import threading
-import time
 
 import openai
 import pytest
+from cluster import wait_until
 from fake_engine import FakeService
 
 from coordinator import (
@@ -182,13 +182,6 @@ def request_bytes(method, path, body=b"", *headers, version="1.1"):
 
 CLOSING_GET = request_bytes("GET", "/health", b"", "Connection: close")
 PROMPT = json.dumps({"prompt": "ab"}).encode()
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 # --- routes ---

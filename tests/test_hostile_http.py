@@ -31,6 +31,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for the long run, which pytest does not start
 
+from cluster import wait_until
 from fake_engine import FakeService
 from test_coordinator_http import (
     CHAT,
@@ -45,7 +46,6 @@ from test_coordinator_http import (
     read_replies,
     request_bytes,
     serving,
-    wait_until,
 )
 from test_fuzz import Bugs, left_open, wait_until_closed
 
