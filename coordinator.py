@@ -66,7 +66,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http import HTTPStatus
-from http.server import ThreadingHTTPServer
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Protocol
@@ -170,19 +169,20 @@ class ApiError(Exception):
         return cls(401, message, "authentication_error", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     @classmethod
-    def not_ready(cls, message: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
+    def not_ready(cls, message: str) -> ApiError:
         """503: loading, nodes missing, or shutting down; the client may try again."""
-        return cls(503, message, "cluster_not_ready", headers={"Retry-After": str(retry_after_s)})
+        return cls(503, message, "cluster_not_ready", headers={"Retry-After": str(RETRY_AFTER_S)})
 
     @classmethod
-    def overloaded(cls, message: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
+    def overloaded(cls, message: str) -> ApiError:
         """503: every waiting place (or handler thread) is taken."""
-        headers = {"Retry-After": str(retry_after_s)}
+        headers = {"Retry-After": str(RETRY_AFTER_S)}
         return cls(503, message, "server_overloaded", code="server_overloaded", headers=headers)
 
     @classmethod
-    def internal(cls, message: str = "Internal error; the coordinator's log has the details.") -> ApiError:
+    def internal(cls) -> ApiError:
         """500: a fault of ours. It would fail again, so OpenAI's SDKs are told not to retry."""
+        message = "Internal error; the coordinator's log has the details."
         return cls(500, message, "server_error", headers={"x-should-retry": "false"})
 
 
@@ -6364,7 +6364,7 @@ def _allow_open_files(wanted: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-class HttpServer(ThreadingHTTPServer):
+class HttpServer(socketserver.ThreadingTCPServer):
     """The HTTP API on one address. `start` serves in a thread, `stop` ends it and every connection.
 
     service: what is served; access: who may ask; limits: sizes and times. Port 0 takes a free port, see `port`.
@@ -6384,11 +6384,10 @@ class HttpServer(ThreadingHTTPServer):
         api_key: str | None = None,
         allowed_origins: Iterable[str] = (),
         limits: HttpLimits = HttpLimits(),
-        metrics: Metrics | None = None,
     ):
         self.service = service
         self.limits = limits
-        self.metrics = metrics or Metrics()
+        self.metrics = Metrics()
         own_name = socket.gethostname().lower()
         self.access = AccessRules(
             bind_host=host,
@@ -6417,8 +6416,7 @@ class HttpServer(ThreadingHTTPServer):
         if self.address_family == socket.AF_INET6:
             with contextlib.suppress(OSError, AttributeError):  # `::` serves IPv4 too where the system can
                 self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        socketserver.TCPServer.server_bind(self)  # HTTPServer's own asks the DNS for our name, which can take long
-        self.server_name, self.server_port = self.server_address[:2]
+        super().server_bind()
 
     @property
     def port(self) -> int:

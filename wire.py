@@ -672,7 +672,7 @@ class Connection:
     def __init__(self, sock: socket.socket, peer: str, role: str):
         self.peer = peer
         self.role = role
-        self.last_received = self.last_sent = time.monotonic()
+        self.last_received = time.monotonic()
         self.bytes_received = self.bytes_sent = 0
         self._sock = sock
         self._accepted = False
@@ -799,7 +799,6 @@ class Connection:
             except OSError as error:
                 raise self._peer_closed(error) from None
             self.bytes_sent += sent
-            self.last_sent = time.monotonic()
             while views and sent >= len(views[0]):
                 sent -= len(views.pop(0))
             if views:
