@@ -4371,11 +4371,12 @@ class Engine:
         """
         if self.pipeline is None or self.pipeline.epoch != epoch:
             return []
-        log.warning("generation pauses: %s", why)
         self.pipeline = None
         self.in_flight.clear()
         self.outage_since = time.monotonic()
         running = sorted((s.sequence for s in self.slots if s.sequence), key=lambda s: s.generation.created_at)
+        if running:
+            log.warning("generation pauses: %s", why)
         for slot in self.slots:
             slot.sequence, slot.tokens, slot.settled, slot.in_flight = None, [], 0, 0
         for sequence in reversed(running):
