@@ -2901,7 +2901,8 @@ class Checkpoint:
         for suffix, destination in weight.parts.items():
             destination.copy_(parts.pop(suffix))
         head = quant.Linear(weight, None)
-        head.prepare(quant.choose_kernels([shape], head_quant, weights.group_size, weights.dtype, device))
+        kernels = quant.choose_kernels([shape], head_quant, weights.group_size, weights.dtype, device)
+        head.prepare(kernels.choices[shape])
         quant.release_freed_memory()
         embed_tokens = _MappedRows(self._file_of["model.embed_tokens.weight"], "model.embed_tokens.weight")
         return qwen.Ends(config, weights, embed_tokens, self.tensor("model.norm.weight").clone(), head)
@@ -3901,9 +3902,15 @@ class Controller:
 
 
 def kernels_in_words(kernels: dict) -> str:
-    """MEASURED's kernels: one, or two and up to how many tokens the first serves."""
-    few, many = kernels["few"], kernels["many"]
-    return few if few == many else f"{few} up to {kernels['threshold']} tokens, {many} beyond"
+    """MEASURED's kernels for one token and for many, by the shapes that they serve where these differ."""
+    shapes: dict[str, list[str]] = {}
+    for choice in kernels["choices"]:
+        few, many = choice["few"], choice["many"]
+        words = few if few == many else f"{few} up to {choice['threshold']} tokens, {many} beyond"
+        shapes.setdefault(words, []).append("x".join(map(str, choice["shape"])))
+    if len(shapes) == 1:
+        return next(iter(shapes))
+    return "; ".join(f"{', '.join(served)}: {words}" for words, served in shapes.items())
 
 
 def _describe_plan(plan: Plan) -> dict:

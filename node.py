@@ -558,7 +558,7 @@ class Worker(threading.Thread):
         self.stage: qwen.Stage | None = None
         self.cache_reader: threading.Thread | None = None  # holds tensors of the stage while it fills them
         self.loaded: dict[int, tuple[LayerIdentity, qwen.DecoderLayer]] = {}
-        self.kernel_choices: dict[tuple, object] = {}
+        self.known_kernels: dict[tuple, tuple[quant.LayerKernels, quant.LayerKernels | None]] = {}
 
     def run(self) -> None:
         with torch.inference_mode():
@@ -612,9 +612,9 @@ class Worker(threading.Thread):
         self.loaded = {}
         self.leave_stage()
 
-    def kernel_choice(
+    def kernels(
         self, config: qwen.Config, weights: qwen.WeightFormat, neighbours: dict | None = None
-    ) -> tuple[quant.KernelChoice, quant.KernelChoice | None]:
+    ) -> tuple[quant.LayerKernels, quant.LayerKernels | None]:
         """The kernels for a model's shapes on this device, and those with a second copy of the weights if that pays.
 
         Measured once per process, then remembered. neighbours: what a node on the same machine has chosen; it need only
@@ -622,28 +622,28 @@ class Worker(threading.Thread):
         """
         shapes = tuple(qwen.merged_linear_shapes(config).values())
         key = (shapes, weights)
-        if key not in self.kernel_choices:
-            model = (shapes, weights.quant, weights.group_size, weights.dtype, self.device)
-            choices = None
+        if key not in self.known_kernels:
+            kind = (weights.quant, weights.group_size, weights.dtype, self.device)
+            kernels = None
             if neighbours is not None and neighbours["threads"] == torch.get_num_threads():
-                choices = neighbours_choices(model, neighbours)
-            if choices is None:
-                choices = quant.choose_kernels_with_copy(*model)
-            for line in (choices[1] or choices[0]).report:
+                kernels = neighbours_kernels(shapes, kind, neighbours)
+            if kernels is None:
+                kernels = quant.choose_kernels_with_copy(list(shapes), *kind)
+            for line in (kernels[1] or kernels[0]).report:
                 log.info("kernels: %s", line)
-            self.kernel_choices[key] = choices
-        return self.kernel_choices[key]
+            self.known_kernels[key] = kernels
+        return self.known_kernels[key]
 
     def measure(self, config: qwen.Config, weights: qwen.WeightFormat, neighbours: dict | None) -> dict:
         """Milliseconds for one decoder layer at several numbers of rows, with the kernels that will serve."""
-        choice, with_copy = self.kernel_choice(config, weights, neighbours)
+        kernels, with_copy = self.kernels(config, weights, neighbours)
         layer = qwen.DecoderLayer(config, 0, weights, self.device)
         for tensor in layer.destinations.values():
             if tensor.dtype.is_floating_point:
                 tensor.fill_(0.01)
             else:
                 tensor.random_(0, 100)
-        layer.prepare(choice)
+        layer.prepare(kernels)
         rope = qwen.Rope(config, self.device)
         layer_ms = {}
         for rows in MEASURED_ROWS:
@@ -660,19 +660,38 @@ class Worker(threading.Thread):
                 if time.perf_counter() > end:
                     break
             layer_ms[str(rows)] = best * 1e3
-        kernels = {"few": choice.few, "many": choice.many, "threshold": choice.threshold}
-        kernels["with_copy"] = with_copy and {"many": with_copy.many, "threshold": with_copy.threshold}
-        kernels["threads"] = torch.get_num_threads()
-        return {"layer_ms": layer_ms, "kernels": kernels}
+        chosen = {
+            "choices": choices_to_wire(kernels),
+            "with_copy": with_copy and choices_to_wire(with_copy),
+            "threads": torch.get_num_threads(),
+        }
+        return {"layer_ms": layer_ms, "kernels": chosen}
 
 
-def neighbours_choices(model: tuple, kernels: dict) -> tuple | None:
-    """MEASURED's kernels of a node on the same machine as this node's choices; None when one of them is wrong here."""
-    choices = [quant.neighbours_choice(*model, kernels["few"], kernels["many"], kernels["threshold"]), None]
-    second = kernels["with_copy"]
-    if second is not None:
-        choices[1] = quant.neighbours_choice(*model, kernels["few"], second["many"], second["threshold"])
-    return None if choices[0] is None or (second and choices[1] is None) else tuple(choices)
+def choices_to_wire(kernels: quant.LayerKernels) -> list[dict]:
+    return [
+        {"shape": list(shape), "few": choice.few, "many": choice.many, "threshold": choice.threshold}
+        for shape, choice in kernels.choices.items()
+    ]
+
+
+def neighbours_kernels(
+    shapes: tuple, kind: tuple, neighbours: dict
+) -> tuple[quant.LayerKernels, quant.LayerKernels | None] | None:
+    """MEASURED's kernels of a node on the same machine as this node's; None when something in them is wrong here."""
+    found = []
+    for choices in (neighbours["choices"], neighbours["with_copy"]):
+        if choices is None:
+            found.append(None)
+            continue
+        by_shape = {tuple(c["shape"]): (c["few"], c["many"], c["threshold"]) for c in choices}
+        if set(by_shape) != set(shapes):
+            return None
+        kernels = quant.neighbours_choice(by_shape, *kind)
+        if kernels is None:
+            return None
+        found.append(kernels)
+    return tuple(found)
 
 
 def measuring_bytes(config: qwen.Config, weights: qwen.WeightFormat, device_type: str) -> int:
@@ -885,7 +904,7 @@ class Session:
             self._load_failed(assignment, None)
             return
         try:
-            self.worker.kernel_choice(assignment.config, assignment.weights)
+            self.worker.kernels(assignment.config, assignment.weights)
             stage = qwen.Stage(
                 assignment.config, assignment.start, assignment.end, assignment.weights,
                 assignment.slots, assignment.max_context, self.worker.device, kept,
@@ -1000,8 +1019,8 @@ class Session:
                     layer.destinations[name].copy_(arrival.staging)
                 loading.missing[i] -= 1
                 if loading.missing[i] == 0:
-                    choice, with_copy = self.worker.kernel_choice(assignment.config, assignment.weights)
-                    layer.prepare(with_copy if with_copy and assignment.second_copy else choice)
+                    kernels, with_copy = self.worker.kernels(assignment.config, assignment.weights)
+                    layer.prepare(with_copy if with_copy and assignment.second_copy else kernels)
                     self.worker.loaded[i] = assignment.layer_identity(i), layer
                     quant.release_freed_memory()
         except (RuntimeError, MemoryError) as error:

@@ -458,9 +458,13 @@ def _run_fbgemm_int8(x, packed, spec):
 
 def _run_int8pack_bf16(x, parts, spec):
     # scales of 1, the real ones applied in fp32 afterwards: the kernel would want them rounded to bf16
-    ones = torch.ones(spec.out_features, dtype=torch.bfloat16)
-    y = torch._weight_int8pack_mm(_fresh(x, torch.bfloat16), parts[".q"], ones)
+    y = torch._weight_int8pack_mm(_fresh(x, torch.bfloat16), parts[".q"], _ones(spec.out_features))
     return y.to(x.dtype).mul_(parts[".scale"])
+
+
+@functools.cache
+def _ones(count):
+    return torch.ones(count, dtype=torch.bfloat16)
 
 
 def _run_int8pack_fp32(x, parts, spec):
@@ -632,7 +636,7 @@ FITS_CACHE_BYTES = 4 * 2**20  # layers this small: a model of them stays in the 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """Which kernel serves up to `threshold` tokens (few) and which serves more (many), for one kind of weight."""
+    """Which kernel serves up to `threshold` tokens (few) and which serves more (many), for weights of one shape."""
 
     few: str
     many: str
@@ -641,7 +645,6 @@ class KernelChoice:
     group_size: int
     dtype: str
     device_type: str
-    report: tuple[str, ...] = ()  # one line per candidate, then the decision
 
     def spec(self, out_features: int, in_features: int) -> Spec:
         return Spec(out_features, in_features, self.quant, self.group_size, self.dtype, self.device_type)
@@ -654,6 +657,17 @@ class KernelChoice:
         """Bytes (upper bound) that Linear.prepare keeps for one weight."""
         spec = self.spec(out_features, in_features)
         return _kept_nbytes(self.kernels(spec), spec)
+
+    def __str__(self) -> str:
+        return self.few if self.few == self.many else f"{self.few} up to {self.threshold} tokens, {self.many} beyond"
+
+
+@dataclass(frozen=True)
+class LayerKernels:
+    """The choice for every (N, K) shape of one layer (or of a head), and how it came about."""
+
+    choices: dict[tuple[int, int], KernelChoice]
+    report: tuple[str, ...] = ()  # a line per candidate, then the decisions
 
 
 def _kernel(name):
@@ -670,7 +684,7 @@ def _kept_nbytes(kernels, spec):
 
 def choose_kernels(
     shapes: list[tuple[int, int]], quant: str, group_size: int, dtype: str, device: str | torch.device
-) -> KernelChoice:
+) -> LayerKernels:
     """Check and measure the candidates on this device for the (N, K) shapes of one layer (or a head).
 
     Weights are random, since neither speed nor rounding depends on their values. The reference formula stays unless
@@ -681,20 +695,20 @@ def choose_kernels(
 
 def choose_kernels_with_copy(
     shapes: list[tuple[int, int]], quant: str, group_size: int, dtype: str, device: str | torch.device
-) -> tuple[KernelChoice, KernelChoice | None]:
+) -> tuple[LayerKernels, LayerKernels | None]:
     """choose_kernels, and what would serve with a second copy of the weights; None when it is not worth its memory."""
     return _choose(shapes, quant, group_size, dtype, device, second_copy=True)
 
 
 def _choose(shapes, quant, group_size, dtype, device, second_copy):
     device = torch.device(device)
-    layer = [_Sample(shape, quant, group_size, dtype, device) for shape in dict.fromkeys(shapes)]
+    layer = {shape: _Sample(shape, quant, group_size, dtype, device) for shape in shapes}
     candidates, report = {}, []
     for kernel in KERNELS:
-        if not any(kernel.serves(sample.spec) for sample in layer) or (kernel.second_copy and not second_copy):
+        if not any(kernel.serves(sample.spec) for sample in layer.values()) or (kernel.second_copy and not second_copy):
             continue
         try:
-            candidates[kernel.name] = [_checked_run(kernel, sample) for sample in layer]
+            candidates[kernel.name] = {shape: _checked_run(kernel, sample) for shape, sample in layer.items()}
         except KERNEL_FAILURES as error:
             if kernel is REFERENCE:
                 raise
@@ -703,51 +717,55 @@ def _choose(shapes, quant, group_size, dtype, device, second_copy):
     kind = (quant, group_size, dtype, device.type)
     if len(candidates) == 1:
         report.append(f"{quant} ({dtype}) on {device}: {REFERENCE.name}, the only kernel here")
-        return KernelChoice(REFERENCE.name, REFERENCE.name, ANY_NUMBER, *kind, tuple(report)), None
+        only = KernelChoice(REFERENCE.name, REFERENCE.name, ANY_NUMBER, *kind)
+        return LayerKernels(dict.fromkeys(layer, only), tuple(report)), None
     seconds = _measure(candidates, layer, device)
-    report += [f"{name}: {_in_words(times)}" for name, times in seconds.items()]
-    specs = [sample.spec for sample in layer]
-    few, many = _pick(seconds, specs, second_copy=False)
-    threshold = _threshold(seconds[few.name], seconds[many.name])
-    split = "" if few is many else f" up to {threshold} tokens, {many.name} beyond"
-    report.append(f"{quant} ({dtype}) on {device}: {few.name}{split}")
-    choice = KernelChoice(few.name, many.name, threshold, *kind, tuple(report))
-    quicker = _pick(seconds, specs, second_copy=True)[1] if second_copy else many
-    last = MANY_ROWS[-1]
-    if seconds[quicker.name].get(last, math.inf) >= WORTH_SWITCHING * seconds[many.name].get(last, math.inf):
-        return choice, None
-    threshold = _threshold(seconds[few.name], seconds[quicker.name])
-    report.append(f"with a second copy of the weights: {quicker.name} beyond {threshold} tokens")
-    return choice, KernelChoice(few.name, quicker.name, threshold, *kind, tuple(report))
+    report += [f"{name}: {_in_words(by_shape)}" for name, by_shape in seconds.items()]
+    once, twice = {}, {}
+    for shape, sample in layer.items():
+        times = {name: by_shape[shape] for name, by_shape in seconds.items()}
+        few, many = _pick(times, sample.spec, second_copy=False)
+        once[shape] = KernelChoice(few.name, many.name, _threshold(times[few.name], times[many.name]), *kind)
+        report.append(f"{quant} ({dtype}) on {device}, {shape[0]} x {shape[1]}: {once[shape]}")
+        if second_copy:
+            many = _pick(times, sample.spec, second_copy=True)[1]
+            twice[shape] = replace(once[shape], many=many.name, threshold=_threshold(times[few.name], times[many.name]))
+    kernels = LayerKernels(once, tuple(report))
+    if not second_copy or _prefill_s(seconds, twice) >= WORTH_SWITCHING * _prefill_s(seconds, once):
+        return kernels, None
+    report += [f"with a second copy, {rows} x {columns}: {choice}" for (rows, columns), choice in twice.items()]
+    return kernels, LayerKernels(twice, tuple(report))
+
+
+def _prefill_s(seconds, choices):
+    """Seconds for many tokens through all shapes of a layer."""
+    return sum(seconds[choice.many][shape].get(MANY_ROWS[-1], math.inf) for shape, choice in choices.items())
 
 
 def neighbours_choice(
-    shapes: list[tuple[int, int]],
+    choices: dict[tuple[int, int], tuple[str, str, int]],
     quant: str,
     group_size: int,
     dtype: str,
     device: str | torch.device,
-    few: str,
-    many: str,
-    threshold: int,
-) -> KernelChoice | None:
-    """What another process on this machine has chosen for the same shapes, checked here but not measured again.
+) -> LayerKernels | None:
+    """What another process on this machine has chosen, {shape: (few, many, threshold)}, checked but not measured again.
 
     None when one of the kernels does not exist, fails, or disagrees with the reference here.
     """
     device = torch.device(device)
-    named = [kernel for kernel in KERNELS if kernel.name in (few, many)]
+    known = {kernel.name: kernel for kernel in KERNELS}
     try:
-        for shape in dict.fromkeys(shapes):
+        for shape, (few, many, _) in choices.items():
             sample = _Sample(shape, quant, group_size, dtype, device)
-            for kernel in named:
-                _checked_run(kernel, sample)
-    except KERNEL_FAILURES:
+            for name in {few, many}:
+                _checked_run(known[name], sample)
+    except (KeyError, *KERNEL_FAILURES):
         return None
-    if len(named) != len({few, many}):
-        return None
-    report = f"{quant} ({dtype}) on {device}: {few} and {many}, as a neighbour has measured"
-    return KernelChoice(few, many, threshold, quant, group_size, dtype, device.type, (report,))
+    kind = (quant, group_size, dtype, device.type)
+    made = {shape: KernelChoice(*route, *kind) for shape, route in choices.items()}
+    lines = [f"{shape[0]} x {shape[1]}: {choice}, as a neighbour has measured" for shape, choice in made.items()]
+    return LayerKernels(made, tuple(f"{quant} ({dtype}) on {device}, {line}" for line in lines))
 
 
 class _Sample:
@@ -797,34 +815,38 @@ def _require_agreement(kernel, packed, sample, count):
 
 
 def _measure(candidates, layer, device):
-    """Kernel name -> {tokens: seconds of the whole layer}. Candidates take turns: a busy moment hits them all."""
-    seconds = {name: {} for name in candidates}
-    in_memory = device.type == "cpu" and sum(sample.spec.stored_nbytes for sample in layer) > FITS_CACHE_BYTES
+    """Kernel name -> shape -> {tokens: seconds}. Candidates take turns, so that a busy moment hits them all."""
+    seconds = {name: {shape: {} for shape in layer} for name in candidates}
+    in_memory = device.type == "cpu" and sum(s.spec.stored_nbytes for s in layer.values()) > FITS_CACHE_BYTES
     flush = torch.zeros(CACHE_BYTES // 8 if in_memory else 0, dtype=torch.int64)
     running = list(candidates)
     for count in FEW_ROWS + MANY_ROWS:
-        inputs = [sample.activations(count) for sample in layer]
+        inputs = {shape: sample.activations(count) for shape, sample in layer.items()}
         times, spent = dict.fromkeys(running, math.inf), dict.fromkeys(running, 0.0)
         for _ in range(ROUNDS):
             for name in running:
                 out_of_race = times[name] > 2 * min(times.values())
                 if spent[name] < (PATIENCE_S / 4 if out_of_race else PATIENCE_S):
                     flush.sum()
-                    elapsed = _layer_seconds(candidates[name], inputs, device)
-                    times[name], spent[name] = min(times[name], elapsed), spent[name] + elapsed
-        for name in running:
-            seconds[name][count] = times[name]
+                    elapsed = _seconds_by_shape(candidates[name], inputs, device)
+                    for shape, quickest in seconds[name].items():
+                        quickest[count] = min(quickest.get(count, math.inf), elapsed[shape])
+                    times[name] = sum(quickest[count] for quickest in seconds[name].values())
+                    spent[name] += sum(elapsed.values())
         running = [name for name in running if times[name] < HOPELESS[count] * min(times.values())]
     return seconds
 
 
-def _layer_seconds(runs, inputs, device):
-    _synchronize(device)
-    start = time.perf_counter()
-    for (run, packed, spec), x in zip(runs, inputs):
-        run(x, packed, spec)
-    _synchronize(device)
-    return time.perf_counter() - start
+def _seconds_by_shape(runs, inputs, device):
+    """{shape: seconds} of one kernel; all shapes of the layer in turn, as in a pass."""
+    seconds = {}
+    for shape, (run, packed, spec) in runs.items():
+        _synchronize(device)
+        start = time.perf_counter()
+        run(inputs[shape], packed, spec)
+        _synchronize(device)
+        seconds[shape] = time.perf_counter() - start
+    return seconds
 
 
 def _synchronize(device):
@@ -834,8 +856,10 @@ def _synchronize(device):
         torch.mps.synchronize()
 
 
-def _pick(seconds, specs, second_copy):
-    """Few tokens first (decoding is what users wait for), then the best for many of what may be kept beside it.
+def _pick(seconds, spec, second_copy):
+    """(few, many) for one shape, from {kernel name: {tokens: seconds}}.
+
+    Few tokens first (decoding is what users wait for), then the best for many of what may be kept beside it.
 
     Of kernels that serve few tokens about equally well, the one whose partner is the quickest for many.
     """
@@ -850,11 +874,8 @@ def _pick(seconds, specs, second_copy):
         return quickest if worth_it else default
 
     def may_be_kept(kernels):
-        return all(
-            _kept_nbytes([_serving(kernel, spec) for kernel in kernels], spec)
-            <= planned_nbytes(*astuple(spec), second_copy=second_copy)
-            for spec in specs
-        )
+        kept = _kept_nbytes([_serving(kernel, spec) for kernel in kernels], spec)
+        return kept <= planned_nbytes(*astuple(spec), second_copy=second_copy)
 
     def partner(few):
         return best([kernel for kernel in KERNELS if may_be_kept([few, kernel])], MANY_ROWS[-1:], few)
@@ -881,9 +902,11 @@ def _threshold(few, many):
     return last
 
 
-def _in_words(times):
-    counts = "/".join(str(count) for count in times)
-    return f"{'/'.join(f'{1000 * t:.3g}' for t in times.values())} ms for {counts} tokens"
+def _in_words(by_shape):
+    """Milliseconds of all shapes together, by the number of tokens."""
+    counts = list(next(iter(by_shape.values())))
+    total = {count: 1000 * sum(seconds[count] for seconds in by_shape.values()) for count in counts}
+    return f"{'/'.join(f'{ms:.3g}' for ms in total.values())} ms for {'/'.join(map(str, counts))} tokens"
 
 
 # ----------------------------------------------------------------------------
@@ -899,6 +922,11 @@ class Linear:
         self._threshold = ANY_NUMBER
         self._few = self._many = [(REFERENCE, weight.parts, weight.spec)]
         self._packed_nbytes = weight.nbytes
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
+        return self.weight.spec.out_features, self.weight.spec.in_features
 
     def prepare(self, choice: KernelChoice) -> None:
         """Pack the filled weight for the chosen kernels and let go of the stored parts unless one of them reads these.

@@ -501,11 +501,11 @@ class DecoderLayer:
                     self.destinations[f"{prefix}{part}.bias"] = bias[rows]
                 row = rows.stop
 
-    def prepare(self, choice) -> None:
+    def prepare(self, kernels: quant.LayerKernels) -> None:
         """Packs the linears for the kernels chosen; after this there is nothing left to receive."""
         self.destinations = {}
         for linear in self.linears.values():
-            linear.prepare(choice)
+            linear.prepare(kernels.choices[linear.shape])
 
     @property
     def nbytes(self) -> int:

@@ -391,11 +391,16 @@ _CHUNK = {
 
 _LOADED = dict.fromkeys(("weight_bytes", "packed_bytes", "cached_bytes", "received_bytes"), _NBYTES)
 _LOAD_FAILED = {"reason": words(MAX_WORDS), "need_bytes": optional(_NBYTES), "have_bytes": optional(_NBYTES)}
-_MANY = {"many": text(128), "threshold": integer(0, MAX_NUMBER)}
+_CHOICE = {
+    "shape": integers(1, MAX_DIM, 2, 2),  # of a linear: [outputs, inputs]
+    "few": text(128),  # the kernel for up to `threshold` rows
+    "many": text(128),
+    "threshold": integer(0, MAX_NUMBER),
+}
+_CHOICES = list_of(record(_CHOICE), 1, 16)
 _KERNELS = {
-    "few": text(128),
-    **_MANY,
-    "with_copy": optional(record(_MANY)),  # what a second copy of the weights would make quicker
+    "choices": _CHOICES,
+    "with_copy": optional(_CHOICES),  # what a second copy of the weights would make quicker
     "threads": integer(1, 65536),
 }
 _MEASURE = {

@@ -78,14 +78,14 @@ def load_whole(checkpoint: coordinator.Checkpoint, weights: qwen.WeightFormat) -
     """The whole model in this process, in its stored form and with measured kernels, as nodes would hold it."""
     config = checkpoint.config
     shapes = list(qwen.merged_linear_shapes(config).values())
-    choice = quant.choose_kernels(shapes, weights.quant, weights.group_size, weights.dtype, "cpu")
+    kernels = quant.choose_kernels(shapes, weights.quant, weights.group_size, weights.dtype, "cpu")
     stage = qwen.Stage(config, 0, config.num_hidden_layers, weights, 1, WINDOW, "cpu")
     places = {name: place for layer in stage.layers.values() for name, place in layer.destinations.items()}
     stored = qwen.stored_tensors(config, 0, config.num_hidden_layers, weights)
     for entry, tensor in checkpoint.stored_parts(stored, weights):
         places[entry.name].copy_(tensor)
     for layer in stage.layers.values():
-        layer.prepare(choice)
+        layer.prepare(kernels)
     return checkpoint.ends(weights), stage
 
 

@@ -253,7 +253,8 @@ def answer(session, frame, rows=None, dtype="fp32", value=0.0, request_id=None, 
 
 
 SIZES = {"weight_bytes": 0, "packed_bytes": 0, "cached_bytes": 0, "received_bytes": 0}
-KERNELS = {"few": "plan:", "many": "b", "threshold": 8, "with_copy": None, "threads": 1}
+CHOICE = {"shape": [64, 64], "few": "plan:", "many": "b", "threshold": 8}
+KERNELS = {"choices": [CHOICE], "with_copy": None, "threads": 1}
 MEASURED = {"layer_ms": {"1": 0.0, "8": 0.0, "64": 0.0, "256": 0.0}, "kernels": KERNELS}
 
 

@@ -186,7 +186,8 @@ HELLO = {
     "python_version": "3", "torch_version": "2", "platform": "test", "devices": DEVICES, "selected_device": "cpu",
     "max_memory_bytes": None, "held_memory_bytes": 0, "nonce": bytes(32),
 }  # fmt: skip
-KERNELS = {"few": "a", "many": "b", "threshold": 8, "with_copy": None, "threads": 1}
+CHOICE = {"shape": [96, 32], "few": "a", "many": "b", "threshold": 8}
+KERNELS = {"choices": [CHOICE], "with_copy": None, "threads": 1}
 MEASURED = {"layer_ms": {"1": 1.0, "8": 1.0, "64": 1.0, "256": 1.0}, "kernels": KERNELS}
 NODE_FRAMES = {
     "HELLO": (HELLO, b""),
@@ -239,10 +240,12 @@ def odd_hello(rng) -> dict:
 
 
 def odd_measured(rng) -> dict:
-    kernels = {
-        **KERNELS, "few": rng.choice(("a", "%s{}" * 9, "plan:")), "threshold": rng.choice((0, 2**31 - 1)),
-        "with_copy": rng.choice((None, {"many": "%s{}" * 9, "threshold": 0})), "threads": rng.choice((1, 1024)),
+    choice = {
+        "shape": rng.choice(([96, 32], [1, 2**20])), "few": rng.choice(("a", "%s{}" * 9, "plan:")), "many": "%s{}" * 9,
+        "threshold": rng.choice((0, 2**31 - 1)),
     }  # fmt: skip
+    choices = [choice] * rng.choice((1, 16))
+    kernels = {"choices": choices, "with_copy": rng.choice((None, choices)), "threads": rng.choice((1, 1024))}
     return {"layer_ms": {rows: rng.choice((0, 1e-300, 1, 1e9)) for rows in ("1", "8", "64", "256")}, "kernels": kernels}
 
 

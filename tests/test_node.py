@@ -243,17 +243,16 @@ def test_measure_reports_times_and_kernels(peer):
     measured = peer.receive("MEASURED").payload
     assert all(measured["layer_ms"][rows] > 0 for rows in ("1", "8", "64", "256"))
     names = {kernel.name for kernel in node.quant.KERNELS}
-    assert {measured["kernels"]["few"], measured["kernels"]["many"]} <= names
+    choices = measured["kernels"]["choices"]
+    assert {name for choice in choices for name in (choice["few"], choice["many"])} <= names
+    assert {tuple(choice["shape"]) for choice in choices} == set(qwen.merged_linear_shapes(CONFIG).values())
     assert measured["kernels"]["threads"] == torch.get_num_threads()
 
 
 @pytest.mark.parametrize("granted", [False, True])
 def test_the_second_copy_is_made_only_when_the_assignment_grants_it(peer, monkeypatch, granted):
-    once, twice = (
-        node.quant.KernelChoice("dequantize", "dequantize", threshold, "fp16", 64, "fp32", "cpu")
-        for threshold in (1, 2)
-    )
-    monkeypatch.setattr(peer.worker, "kernel_choice", lambda config, weights: (once, twice))
+    once, twice = (node.quant.LayerKernels({}, (report,)) for report in ("once", "twice"))
+    monkeypatch.setattr(peer.worker, "kernels", lambda config, weights: (once, twice))
     prepared = []
     monkeypatch.setattr(qwen.DecoderLayer, "prepare", lambda layer, choice: prepared.append(choice))
     weights = random_weights(0, 2)
@@ -266,14 +265,16 @@ def test_the_second_copy_is_made_only_when_the_assignment_grants_it(peer, monkey
 
 
 @pytest.mark.parametrize(
-    "few, more_threads, taken", [("dequantize", 0, True), ("dequantize", 1, False), ("no", 0, False)]
+    "few, more_threads, linears, taken",
+    [("dequantize", 0, 4, True), ("dequantize", 1, 4, False), ("no", 0, 4, False), ("dequantize", 0, 3, False)],
 )
 def test_a_neighbours_kernels_are_taken_over_when_they_exist_here_and_the_threads_are_as_many(
-    peer, monkeypatch, few, more_threads, taken
+    peer, monkeypatch, few, more_threads, linears, taken
 ):
     """A choice that no measuring would make tells the one from the other."""
-    kernels = {"few": few, "many": "dequantize", "threshold": 7, "with_copy": None}
-    kernels["threads"] = torch.get_num_threads() + more_threads
+    shapes = list(dict.fromkeys(qwen.merged_linear_shapes(CONFIG).values()))[:linears]
+    choices = [{"shape": list(shape), "few": few, "many": "dequantize", "threshold": 7} for shape in shapes]
+    kernels = {"choices": choices, "with_copy": None, "threads": torch.get_num_threads() + more_threads}
     payload = {"config": CONFIG.to_wire(), "quant": "int8", "group_size": 64, "compute_dtype": "fp16", "kernels": None}
     monkeypatch.setattr(node.quant, "PATIENCE_S", 0.01)
     peer.link.send("MEASURE", {**payload, "kernels": kernels})

@@ -448,13 +448,13 @@ def test_fbgemm_does_not_touch_the_stored_weight_and_refuses_what_fp16_cannot_ho
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_prepared_equals_unprepared(kind, dtype, with_bias):
     shapes = [(192, 128), (128, 128)]
-    choice = quant.choose_kernels(shapes, kind, 64, dtype, "cpu")
+    kernels = quant.choose_kernels(shapes, kind, 64, dtype, "cpu")
     for rows, columns in shapes:
         weight = filled(rows, columns, kind, 64, dtype)
         linear = quant.Linear(weight, torch.randn(rows) if with_bias else None)
         inputs = [torch.randn(count, columns) for count in (1, 3, 8, 70, 300)]
         before = [linear(x) for x in inputs]
-        linear.prepare(choice)
+        linear.prepare(kernels.choices[rows, columns])
         for x, y in zip(inputs, before):
             assert relative_error(linear(x), y.double().numpy()) < 2 * quant.BF16_ERROR
 
@@ -462,7 +462,7 @@ def test_prepared_equals_unprepared(kind, dtype, with_bias):
 def test_fp32_is_f_linear_for_any_number_of_rows():
     weight = filled(96, 64, "fp16", dtype="fp32")
     linear = quant.Linear(weight)
-    choice = quant.choose_kernels([(96, 64)], "fp16", 64, "fp32", "cpu")
+    choice = quant.choose_kernels([(96, 64)], "fp16", 64, "fp32", "cpu").choices[96, 64]
     assert (choice.few, choice.many) == ("dequantize", "dequantize")
     linear.prepare(choice)
     for count in (1, 7, 200):
@@ -573,19 +573,27 @@ def test_kernels_that_fail_or_answer_garbage_are_left_aside_with_the_reason(monk
     bad = [bad_kernel("nan", nan), bad_kernel("wrong", one_wrong_row_in_a_batch), bad_kernel("missing", missing)]
     bad.append(bad_kernel("zeros", lambda x, parts, spec: x.new_zeros(x.shape[0], spec.out_features)))
     monkeypatch.setattr(quant, "KERNELS", [quant.REFERENCE, *bad])
-    choice = quant.choose_kernels([(64, 64), (64, 128)], "int8", 64, "fp16", "cpu")
-    assert (choice.few, choice.many) == ("dequantize", "dequantize")
+    kernels = quant.choose_kernels([(64, 64), (64, 128)], "int8", 64, "fp16", "cpu")
+    assert {choice.few for choice in kernels.choices.values()} == {"dequantize"}
+    assert {choice.many for choice in kernels.choices.values()} == {"dequantize"}
     for kernel in bad:
-        (line,) = [line for line in choice.report if line.startswith(kernel.name + ":")]
+        (line,) = [line for line in kernels.report if line.startswith(kernel.name + ":")]
         assert "left aside" in line
 
 
+SHAPE = (64, 1024)
+
+
+def measurements(times):
+    """{kernel: (seconds at 1, 8, 64, 256 tokens)} as what is measured of one shape."""
+    return {name: {SHAPE: dict(zip((1, 8, 64, 256), seconds))} for name, seconds in times.items()}
+
+
 def measured(monkeypatch, times, kernels):
-    """choose_kernels with made-up measurements {kernel: (seconds at 1, 8, 64, 256 tokens)}."""
-    table = {name: dict(zip((1, 8, 64, 256), seconds)) for name, seconds in times.items()}
+    """The choice with made-up measurements {kernel: (seconds at 1, 8, 64, 256 tokens)}."""
     monkeypatch.setattr(quant, "KERNELS", kernels)
-    monkeypatch.setattr(quant, "_measure", lambda candidates, layer, device: table)
-    return quant.choose_kernels([(64, 1024)], "int8", 64, "fp16", "cpu")
+    monkeypatch.setattr(quant, "_measure", lambda candidates, layer, device: measurements(times))
+    return quant.choose_kernels([SHAPE], "int8", 64, "fp16", "cpu").choices[SHAPE]
 
 
 def copies(*names, form="parts"):
@@ -614,7 +622,22 @@ def test_threshold_is_where_the_times_meet(monkeypatch):
     choice = measured(monkeypatch, times, [quant.REFERENCE, *copies("a")])
     # gains of 1 at 8 tokens and -8 at 64: they meet a ninth of the way
     assert (choice.few, choice.many, choice.threshold) == ("a", "dequantize", 8 + 56 // 9)
-    assert choice.report[-1] == "int8 (fp16) on cpu: a up to 14 tokens, dequantize beyond"
+    assert str(choice) == "a up to 14 tokens, dequantize beyond"
+
+
+def test_every_shape_has_its_own_kernel(monkeypatch):
+    shapes = [(64, 64), (128, 64)]
+    quick = dict(zip((1, 8, 64, 256), (0.5, 4, 32, 128)))
+    slow = dict(zip((1, 8, 64, 256), (1, 8, 64, 256)))
+    table = {"dequantize": dict(zip(shapes, (quick, slow))), "a": dict(zip(shapes, (slow, quick)))}
+    monkeypatch.setattr(quant, "KERNELS", [quant.REFERENCE, *copies("a")])
+    monkeypatch.setattr(quant, "_measure", lambda candidates, layer, device: table)
+    kernels = quant.choose_kernels(shapes, "int8", 64, "fp16", "cpu")
+    assert [str(kernels.choices[shape]) for shape in shapes] == ["dequantize", "a"]
+    assert kernels.report[-2:] == (
+        "int8 (fp16) on cpu, 64 x 64: dequantize",
+        "int8 (fp16) on cpu, 128 x 64: a",
+    )
 
 
 def test_of_equals_for_few_tokens_the_one_that_is_quicker_for_many(monkeypatch):
@@ -643,23 +666,24 @@ def test_two_forms_of_one_weight_are_not_kept_side_by_side(monkeypatch):
 def test_a_second_copy_is_for_many_tokens_and_must_be_worth_its_memory(monkeypatch, copy_times, pays):
     second = next(kernel for kernel in quant.KERNELS if kernel.second_copy)
     monkeypatch.setattr(quant, "KERNELS", [quant.REFERENCE, second])
-    table = {"dequantize": dict(zip((1, 8, 64, 256), (1, 8, 64, 256)))}
-    table[second.name] = dict(zip((1, 8, 64, 256), copy_times))
+    table = measurements({"dequantize": (1, 8, 64, 256), second.name: copy_times})
     monkeypatch.setattr(quant, "_measure", lambda candidates, layer, device: {n: table[n] for n in candidates})
-    model = ([(64, 1024)], "fp16", 64, "fp16", "cpu")
-    choice, with_copy = quant.choose_kernels_with_copy(*model)
-    assert (choice.few, choice.many) == ("dequantize", "dequantize") == (quant.choose_kernels(*model).few, choice.many)
+    kind = ("fp16", 64, "fp16", "cpu")
+    kernels, with_copy = quant.choose_kernels_with_copy([SHAPE], *kind)
+    assert str(kernels.choices[SHAPE]) == "dequantize" == str(quant.choose_kernels([SHAPE], *kind).choices[SHAPE])
     assert (with_copy is not None) == pays
     if pays:
-        assert (with_copy.few, with_copy.many, with_copy.threshold) == ("dequantize", "bf16_copy", 8 + 24)
-        assert with_copy.packed_nbytes(64, 1024) <= quant.planned_nbytes(64, 1024, *model[1:], second_copy=True)
-        neighbours = quant.neighbours_choice(*model, with_copy.few, with_copy.many, with_copy.threshold)
-        assert (neighbours.few, neighbours.many) == (with_copy.few, with_copy.many)
+        choice = with_copy.choices[SHAPE]
+        assert (choice.few, choice.many, choice.threshold) == ("dequantize", "bf16_copy", 8 + 24)
+        assert choice.packed_nbytes(*SHAPE) <= quant.planned_nbytes(*SHAPE, *kind, second_copy=True)
+        route = (choice.few, choice.many, choice.threshold)
+        assert quant.neighbours_choice({SHAPE: route}, *kind).choices == with_copy.choices
+        assert quant.neighbours_choice({SHAPE: ("no such kernel", *route[1:])}, *kind) is None
 
 
 @pytest.mark.parametrize("kind, dtype", FORMATS)
 def test_choosing_for_shapes_that_no_fast_kernel_serves(kind, dtype):
-    choice = quant.choose_kernels([(7, 33), (5, 20)], kind, 32, dtype, "cpu")
+    choice = quant.choose_kernels([(7, 33), (5, 20)], kind, 32, dtype, "cpu").choices[7, 33]
     weight = filled(7, 33, kind, 32, dtype)
     x = torch.randn(3, 33)
     expected = expected_output(weight, x)
@@ -686,7 +710,7 @@ def test_the_global_random_state_is_left_alone():
 )
 def test_chosen_kernels_agree_on_the_device(device, kind, dtype):
     shapes = [(1152, 896), (896, 4864), (100, 96)]
-    choice = quant.choose_kernels(shapes, kind, 32, dtype, device)
+    kernels = quant.choose_kernels(shapes, kind, 32, dtype, device)
     for rows, columns in shapes:
         weight = filled(rows, columns, kind, 32, dtype, device)
         linear = quant.Linear(weight)
@@ -696,7 +720,7 @@ def test_chosen_kernels_agree_on_the_device(device, kind, dtype):
             assert relative_error(linear(x), expected) < 2 * quant.BF16_ERROR
         inputs = torch.randn(4, columns).to(quant.FLOAT_DTYPES[dtype]).to(device)
         expected = expected_output(weight, inputs)
-        linear.prepare(choice)
+        linear.prepare(kernels.choices[rows, columns])
         assert relative_error(linear(inputs), expected) < 2 * quant.BF16_ERROR
 
 

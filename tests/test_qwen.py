@@ -4,7 +4,6 @@ Run: python -m pytest tests/test_qwen.py
 With TRUECLUSTER_TEST_MODEL=<folder of a Qwen2 checkpoint> the real model is compared too (some minutes).
 """
 
-import dataclasses
 import itertools
 import json
 
@@ -118,12 +117,13 @@ class OurModel:
         return self.run(ids, [slot] * len(ids), positions, len(ids))
 
 
-def kernels(shapes, quant_mode: str, weights: qwen.WeightFormat, device, measured: bool) -> quant.KernelChoice:
+def kernels(shapes, quant_mode: str, weights: qwen.WeightFormat, device, measured: bool) -> quant.LayerKernels:
     """The reference formula for everything, or what measuring chooses."""
     form = (quant_mode, weights.group_size, weights.dtype)
     if measured:
         return quant.choose_kernels(list(shapes), *form, device)
-    return quant.KernelChoice("dequantize", "dequantize", quant.ANY_NUMBER, *form, torch.device(device).type)
+    reference = quant.KernelChoice("dequantize", "dequantize", quant.ANY_NUMBER, *form, torch.device(device).type)
+    return quant.LayerKernels(dict.fromkeys(shapes, reference))
 
 
 def linear(weight: torch.Tensor, quant_mode: str, weights: qwen.WeightFormat, measured=False) -> quant.Linear:
@@ -132,11 +132,12 @@ def linear(weight: torch.Tensor, quant_mode: str, weights: qwen.WeightFormat, me
     for suffix, part in quant.quantize(weight, quant_mode, weights.group_size, weights.dtype).items():
         storage.parts[suffix].copy_(part)
     made = quant.Linear(storage, None)
-    made.prepare(kernels([tuple(weight.shape)], quant_mode, weights, "cpu", measured))
+    shape = tuple(weight.shape)
+    made.prepare(kernels([shape], quant_mode, weights, "cpu", measured).choices[shape])
     return made
 
 
-def fill(stage: qwen.Stage, tensors, weights: qwen.WeightFormat, choice: quant.KernelChoice) -> None:
+def fill(stage: qwen.Stage, tensors, weights: qwen.WeightFormat, choice: quant.LayerKernels) -> None:
     """What a node does: every tensor of the list, and no other, goes to its destination; then the layers are packed."""
     destinations = {name: place for layer in stage.layers.values() for name, place in layer.destinations.items()}
     stored = qwen.stored_tensors(stage.config, stage.start, stage.end, weights)
@@ -488,10 +489,12 @@ def test_planned_bytes_hold_what_a_stage_takes(stored):
     planned = sum(qwen.layer_weight_bytes(config, i, weights, "cpu") for i in range(2))
     for kernel in quant.KERNELS:
         stage = qwen.Stage(config, 0, 2, weights, 1, MAX_CONTEXT, "cpu")
-        choice = kernels([], weights.quant, weights, "cpu", measured=False)
         if kernel.second_copy:
             continue  # only where it was planned for
-        fill(stage, tensors, weights, dataclasses.replace(choice, few=kernel.name, many=kernel.name))
+        form = (weights.quant, weights.group_size, weights.dtype)
+        choice = quant.KernelChoice(kernel.name, kernel.name, quant.ANY_NUMBER, *form, "cpu")
+        shapes = qwen.merged_linear_shapes(config).values()
+        fill(stage, tensors, weights, quant.LayerKernels(dict.fromkeys(shapes, choice)))
         assert stage.weight_nbytes <= planned, kernel.name
     stage.run(torch.zeros(MAX_CONTEXT, config.hidden_size), [0] * MAX_CONTEXT, list(range(MAX_CONTEXT)), 1)
     assert stage.cache_nbytes == sum(qwen.layer_cache_bytes(config, i, MAX_CONTEXT, weights, "cpu") for i in range(2))

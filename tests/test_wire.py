@@ -75,7 +75,8 @@ def assignment(entries: list[dict]) -> dict:
     }
 
 
-KERNELS = {"few": "int4pack", "many": "bf16", "threshold": 58, "with_copy": None, "threads": 2}
+CHOICE = {"shape": [1152, 896], "few": "int4pack", "many": "bf16", "threshold": 58}
+KERNELS = {"choices": [CHOICE], "with_copy": [CHOICE], "threads": 2}
 
 # One good frame of every type: payload, number of raw bytes.
 EXAMPLES = {
@@ -763,6 +764,7 @@ RIGHT = {
     "config": ({}, {"x": 1}),
     "slots": ([], [1, 1]),
     "positions": ([1, 1],),
+    "shape": ([1, 1],),  # of a linear
 }
 
 
