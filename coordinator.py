@@ -3538,7 +3538,7 @@ class Controller:
         if ready:
             self._close_bar()
             self.on_ready(pipeline, plan)
-            quant.release_freed_memory()  # what converting left behind, in an arena for each loader's thread
+            quant.release_freed_memory()  # what converting left behind
 
     def _on_load_failed(self, node: NodeRecord, frame: wire.Frame) -> None:
         reason = frame.payload["reason"]
@@ -6993,6 +6993,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = parse_args(argv)
         set_up_logging(args.log_level)
+        quant.share_one_arena()  # every plan has loader threads of its own, which free many megabytes
         return Coordinator(args).run()
     except StartupError as error:
         print(f"coordinator.py: {error}", file=sys.stderr)

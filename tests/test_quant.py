@@ -1,6 +1,7 @@
 """Tests of quant.py. The oracles are plain numpy formulas and loops written here, not functions of quant.py."""
 
 import math
+import subprocess
 import sys
 from pathlib import Path
 
@@ -376,6 +377,46 @@ def test_freed_memory_can_be_released_everywhere(monkeypatch):
     quant.release_freed_memory()
     monkeypatch.setattr(quant.sys, "platform", "win32")
     quant.release_freed_memory()
+    quant.share_one_arena()
+
+
+FREEING_THREADS = r"""
+import ctypes, re, threading
+import quant
+
+NBYTES, THREADS = 16 << 20, 4
+
+def anonymous_bytes():
+    return int(re.search(r"RssAnon:\s+(\d+)", open("/proc/self/status").read())[1]) * 1024
+
+def fill_and_free():
+    for _ in range(2):  # glibc maps each block of a size of its own until it has seen one freed
+        together.wait()
+        block = libc.malloc(NBYTES)
+        ctypes.memset(block, 1, NBYTES)
+        together.wait()  # all have a block now: none has taken over what another had freed
+        libc.free(block)
+
+quant.share_one_arena()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+together = threading.Barrier(THREADS)
+before = anonymous_bytes()
+threads = [threading.Thread(target=fill_and_free) for _ in range(THREADS)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+quant.release_freed_memory()
+print(anonymous_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(quant._glibc("mallopt") is None, reason="needs Linux with glibc")
+def test_what_several_threads_have_freed_is_released():
+    command = [sys.executable, "-c", FREEING_THREADS]
+    output = subprocess.run(command, cwd=Path(quant.__file__).parent, capture_output=True, text=True, check=True).stdout
+    assert int(output) < 8 << 20  # of 64; each thread's own arena would have kept its block
 
 
 def test_split_int8_keeps_what_8_bit_activations_lose():
