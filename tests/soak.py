@@ -5,8 +5,10 @@
     python tests/soak.py --kills 3 --model DIR
 
 Prints a table and, as the last line, one JSON object; the exit code is 1 when an answer was wrong, a request failed
-that should not have, or the coordinator kept threads, files, slots or memory that it should have given back. Runs with
-one --seed do the same things, but not at the same instants.
+that should not have, or the second half of the run has left threads, files, slots or memory in use in the coordinator.
+(What is taken once, and early, is no leak.) Runs with one --seed do the same things, but not at the same instants. With
+a real model most of the time is arithmetic: Qwen2.5-0.5B in fp32 on 2 cores takes about 60 s to start and 10 s for each
+kill.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ STAGES = 2  # so that one of the three is a spare
 POINTS = ("idle", "hello", "load", "prefill", "token")
 CLIENTS = 4
 ANSWER_S = 120.0
-MEMORY_SLACK = 48 << 20  # what a coordinator's anonymous memory may grow by while it works
+MEMORY_SLACK = 24 << 20  # what a coordinator's anonymous memory differs by from one quiet moment to another
 
 
 @dataclass(frozen=True)
@@ -317,8 +319,9 @@ class Tally:
 
 
 def kill_many(rig: Rig, count: int, tally: Tally) -> None:
-    """Kills at random points, as fast as answers come; now and then while nodes of the kill before are still away."""
-    while rig.kills < count:
+    """So many kills at random points, as fast as answers come; now and then while nodes are still away from the last."""
+    end = rig.kills + count
+    while rig.kills < end:
         point = rig.rng.choice(POINTS)
         tally.count("troubles", f"kill: {point}")
         with tally.request(f"beside a kill: {point}"):
@@ -432,6 +435,15 @@ def mix(rig: Rig, minutes: float, tally: Tally) -> None:
 # ----------------------------------------------------------------------------
 
 
+def trouble(rig: Rig, kills: int, minutes: float, tally: Tally) -> None:
+    """So many kills, or mixed load for so long, and until all nodes are back."""
+    if kills:
+        kill_many(rig, kills, tally)
+    if minutes:
+        mix(rig, minutes, tally)
+    rig.settle()
+
+
 def is_fault(error: str) -> bool:
     """Being refused while too few nodes are there is what the API promises; anything else is a fault."""
     return not error.startswith("cluster_not_ready: Model is not ready")
@@ -453,13 +465,11 @@ def main() -> int:
             with concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool:
                 list(pool.map(rig.check, questions))
         before, began = holdings(rig.cluster), time.monotonic()
-        if args.kills:
-            kill_many(rig, args.kills, tally)
-        if args.minutes:
-            mix(rig, args.minutes, tally)
+        trouble(rig, args.kills // 2, args.minutes / 2, tally)
+        _, halfway = no_leaks(rig, before)
+        trouble(rig, args.kills - args.kills // 2, args.minutes / 2, tally)
+        kept, after = no_leaks(rig, halfway)
         seconds = time.monotonic() - began
-        rig.settle()
-        kept, after = no_leaks(rig, before)
         faults = [f"wrong answer: {wrong}" for wrong in tally.wrong]
         faults += [f"{count} times: {error}" for error, count in tally.errors.items() if is_fault(error)]
         faults += [f"the coordinator kept {what}" for what in kept]
@@ -469,7 +479,8 @@ def main() -> int:
         for kind, count in sorted(counter.items()):
             print(f"{title:10}{count:6}  {kind}")
     for name in vars(before):
-        print(f"{'before':10}{getattr(before, name):12}  after{getattr(after, name):12}  {name}")
+        counts = (getattr(at, name) for at in (before, halfway, after))
+        print("before{:12}  halfway{:12}  after{:12}  {}".format(*counts, name))
     print("\n".join(faults) or "nothing wrong")
     figures = {
         "seconds": round(seconds, 1),
@@ -478,6 +489,7 @@ def main() -> int:
         "wrong_answers": len(tally.wrong),
         "errors": dict(tally.errors),
         "memory_start": before.memory_bytes,
+        "memory_halfway": halfway.memory_bytes,
         "memory_end": after.memory_bytes,
         "faults": len(faults),
     }
