@@ -61,6 +61,7 @@ import sys
 import threading
 import time
 import traceback
+import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -148,11 +149,14 @@ class ApiError(Exception):
         return cls(400, message, param=param, code="unsupported_parameter")
 
     @classmethod
-    def context_length(cls, prompt_tokens: int, max_context: int, param: str) -> ApiError:
-        """400: the prompt alone fills the context. litellm and Aider look for the first sentence's wording."""
+    def context_length(cls, prompt_tokens: int, max_context: int, param: str, least: bool = False) -> ApiError:
+        """400: the prompt alone fills the context. litellm and Aider look for the first sentence's wording.
+
+        least: it may have more tokens than that.
+        """
         message = (
             f"This model's maximum context length is {max_context} tokens. However, your prompt has "
-            f"{prompt_tokens} tokens. Please reduce the length of the {param}."
+            f"{'at least ' if least else ''}{prompt_tokens} tokens. Please reduce the length of the {param}."
         )
         return cls(400, message, param=param, code="context_length_exceeded")
 
@@ -823,6 +827,7 @@ class Tokenizer:
         self.special_strings = _special_strings(folder, settings)
         self._eos_ids = self._all_eos_ids(folder, config)
         self._check_added()
+        self._longest_token_bytes = self._token_size_limit(spec)
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
         """Token ids; nothing is added in front or behind. With parse_special "<|im_end|>" is that token, else text.
@@ -838,6 +843,12 @@ class Tokenizer:
             return [encoding.ids for encoding in backend.encode_batch(texts, add_special_tokens=False)]
         except (TypeError, UnicodeEncodeError):
             raise ApiError(400, "The text is not valid Unicode (half a surrogate pair?).") from None
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that a text has at least, by its length: a long one need not be encoded to be refused."""
+        if self._longest_token_bytes is None or len(text) < self._longest_token_bytes:
+            return 0
+        return len(unicodedata.normalize("NFC", text).encode("utf-8", "replace")) // self._longest_token_bytes
 
     def decode(self, ids: list[int]) -> str:
         """The text of all the ids, special tokens included; bytes that are not UTF-8 become U+FFFD."""
@@ -886,6 +897,16 @@ class Tokenizer:
         mask = np.zeros(self.vocab_size, dtype=bool)
         mask[ids] = True
         return mask
+
+    def _token_size_limit(self, spec: dict) -> int | None:
+        """The most bytes of NFC text that one token stands for; None where that is not known.
+
+        Some added tokens take any amount of white space along, and normalizers other than NFC drop what they like.
+        """
+        takes_space = any(flags["lstrip"] or flags["rstrip"] for flags in self.added_flags.values())
+        if takes_space or (spec.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
+            return None
+        return max(len(self.token_bytes(int(i))) for i in np.flatnonzero(self.token_mask))
 
     def _all_eos_ids(self, folder: Path, config: dict) -> frozenset[int]:
         """The union of all sources: each alone is wrong or missing in some published model."""
@@ -1058,14 +1079,16 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         kwargs: dict | None = None,
+        check: Callable[[str], None] = lambda text: None,
     ) -> list[int]:
         """The prompt's token ids, equal to transformers' apply_chat_template for text without control tokens.
 
-        kwargs are further template variables (chat_template_kwargs). Raises ApiError 400 when the template refuses the
+        kwargs are further template variables (chat_template_kwargs); check may refuse the text before it is encoded. Raises ApiError 400 when the template refuses the
         messages or fails on them in any way.
         """
         marks = _UserTextMarks(self._control_tokens)
         prompt = self._render(marks, messages, tools, add_generation_prompt, continue_final_message, kwargs)
+        check(marks.removed(prompt) if marks.used else prompt)
         if not marks.used:
             return self._tokenizer.encode(prompt, parse_special=True)
         return self._encode_marked(marks, prompt)
@@ -2330,6 +2353,7 @@ NODE_MOVES = {
 
 RECOVERY_GRACE_S = 5.0  # a node that restarts is back within this; only then its layers go to others
 FAILED_LOAD_PAUSE_S = 10.0  # a node that could not load is left alone for so long, then tried again
+MEASURE_PATIENCE_S = 15.0  # so long a plan that could be made waits for nodes that are still measured
 FOUND_MEMORY_S = 300.0  # what a failed load found counts for so long; then the node may have what it promised again
 
 
@@ -2343,6 +2367,7 @@ class NodeRecord:
     link: object
     state: NodeState = NodeState.JOINED
     measured: dict | None = None  # MEASURED's payload
+    asked_at: float | None = None  # when it was asked to measure; None: it has not been, or has answered
     load_error: str | None = None  # why the last load (or measurement) failed
     found_memory_bytes: int | None = None  # what a failed load found there, when that was too little
     found_at: float = 0.0
@@ -2351,6 +2376,10 @@ class NodeRecord:
     @property
     def device_type(self) -> str:
         return self.hello["selected_device"].split(":")[0]
+
+    def is_silent(self, now: float) -> bool:
+        """Whether it takes longer to measure than others should have to wait for."""
+        return self.asked_at is not None and now - self.asked_at >= MEASURE_PATIENCE_S
 
     @property
     def limit_bytes(self) -> int | None:
@@ -2432,6 +2461,7 @@ class ClusterState:
         self.epoch = 0
         self.incomplete_since: float | None = None  # when a plan that was in use became void
         self.available, self.available_since = 0, float("-inf")  # nodes that could be used; when their number last grew
+        self.possible_since: float | None = None  # when a plan became possible that only waits for measurements
         self.refused: str | None = None  # why no plan can ever work
         self.plans: dict[str, Plan] = {}  # what each cost would have given when the present plan was made
         self.advice: str | None = None  # what would make the present plan clearly faster
@@ -2590,13 +2620,37 @@ class ClusterState:
         if len(offers) > self.available:
             self.available_since = now  # one has come back: the others may be on their way too
         self.available = len(offers)
+        if not self.nodes or (self.to_measure(now) and not self._goes_on_unmeasured(offers, now)):
+            return None
+        return self._plan_over(offers, now)
+
+    def _goes_on_unmeasured(self, offers: list[NodeOffer], now: float) -> bool:
+        """Whether the next plan is made without the nodes that are still to be measured, which become spares. So nobody
+        keeps a cluster from serving by joining it and saying nothing."""
         # Requests wait while a plan is void: then nobody is waited for who is not needed, nor takes long to measure.
         enough = self.required is not None and len(offers) >= self.required
         recovering = self.incomplete_since is not None and (
             enough or now - self.incomplete_since >= 2 * RECOVERY_GRACE_S
         )
-        if not self.nodes or (self.to_measure(now) and not (recovering and offers)):
-            return None
+        if recovering and offers:
+            return True
+        try:
+            self._plan_over(offers, now)
+        except NoPlan:
+            self.possible_since = None
+            return False
+        if self.possible_since is None:
+            self.possible_since = now
+        if now - self.possible_since < MEASURE_PATIENCE_S:
+            return False
+        for node in self.to_measure(now):
+            if node.is_silent(now):
+                node.load_error = f"silent while measuring for {now - node.asked_at:.0f} s"
+                log.warning("node %s: %s; the plan goes on without it, as a spare", node.node_id, node.load_error)
+        return True
+
+    def _plan_over(self, offers: list[NodeOffer], now: float) -> Plan:
+        """The next plan over these offers; raises NoPlan, with the loads that have failed."""
         try:
             required = self._stages_now(len(offers), now)
             return make_plan(self.needs, offers, self.cost, required, self.epoch + 1, at_least=self.minimum or 1)
@@ -2609,7 +2663,7 @@ class ClusterState:
     def larger_plan(self, now: float) -> Plan | None:
         """The plan over all required nodes, when the present one is smaller and they can be used; else None."""
         offers = self.offers(now)
-        if not self.can_grow or self.to_measure(now) or len(offers) < self.required:
+        if not self.can_grow or len(offers) < self.required:
             return None
         try:
             return make_plan(self.needs, offers, self.cost, self.required, self.epoch + 1)
@@ -2632,7 +2686,7 @@ class ClusterState:
     def adopt(self, plan: Plan) -> None:
         """Puts a plan into use: its nodes load, the others are spares."""
         chosen = [self.nodes[node_id] for node_id in plan.node_ids]
-        self.plan, self.epoch, self.incomplete_since = plan, plan.epoch, None
+        self.plan, self.epoch, self.incomplete_since, self.possible_since = plan, plan.epoch, None, None
         for node in chosen:
             self.move(node, NodeState.LOADING, f"epoch {plan.epoch}")
         for node in self.nodes.values():
@@ -2811,8 +2865,11 @@ class Checkpoint:
 
     def hash_tensors(self) -> None:
         """Hashes all tensors now, several at a time, so that no node waits for the keys of its layers."""
-        with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        pool = concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1))
+        try:
             list(pool.map(self._digest, self._file_of))
+        finally:
+            pool.shutdown(cancel_futures=True)  # a signal: the user need not wait for the rest
 
     def calibrate(self, token_ids: list[int]) -> None:
         """Has int4 err where it matters least on a short text.
@@ -2988,6 +3045,7 @@ TIMED_PASSES = 64  # the measured times are medians over so many of the last pas
 # A node that still answers PING but not what it was asked is given up, and may join again.
 ANSWER_LIMIT_S = {"MEASURED": 60.0, "WEIGHTS_WANTED": 120.0, "LOAD_COMPLETE": 300.0, "HIDDEN_STATE": 120.0}
 SLOWEST_CACHE = 20e6  # bytes per second at which a node reads its cached weights, at least
+MAX_ASKS = 3  # WEIGHTS_WANTED of one load: what the node lacks, and what it has found damaged in its cache
 
 
 class RefusalLog:
@@ -3518,7 +3576,7 @@ class Controller:
             return
         with self._changed:
             node.measured, link.measured = link.measured, None
-            link.awaited = None
+            node.asked_at = link.awaited = None
             self._changed.notify_all()
 
     def _on_weights_wanted(self, link: NodeLink, frame: wire.Frame) -> None:
@@ -3626,15 +3684,21 @@ class Controller:
         return late
 
     def _grant_measurements(self) -> list[NodeRecord]:
-        """Nodes that may measure now: one per host at a time, so that neighbours do not spoil each other's figures."""
+        """Nodes that may measure now: one per host at a time, so that neighbours do not spoil each other's figures.
+
+        A name alone makes no neighbour, and one that says nothing for long does not hold up the others.
+        """
         if not self._may_measure:
             return []
-        busy = {node.hello["hostname"] for node in self.cluster.nodes.values() if node.link.measuring}
+        now = time.monotonic()
+        measuring = [node for node in self.cluster.nodes.values() if node.link.measuring]
+        busy = {(node.host, node.hello["hostname"]) for node in measuring if not node.is_silent(now)}
         granted = []
-        for node in self.cluster.to_measure(time.monotonic()):
-            host = node.hello["hostname"]
+        for node in self.cluster.to_measure(now):
+            host = node.host, node.hello["hostname"]
             if not node.link.measuring and host not in busy:
                 node.link.expect("MEASURED")
+                node.asked_at = now
                 busy.add(host)
                 granted.append(node)
         return granted
@@ -3742,8 +3806,14 @@ class Controller:
             if not self._expect_of_plan(link, "WEIGHTS_WANTED", epoch):
                 return
             link.writer.put("ASSIGNMENT", self._assignment(stage, tensors), epoch=epoch, wait=True)
-            # Once, and again for what a node finds damaged in its cache.
+            asks = 0
             while (wanted := self._wait_for_wanted(link, epoch)) is not None:
+                asks += 1
+                if asks > MAX_ASKS:
+                    raise link.connection.bad_frame(
+                        f"it asks for weights again and again, {asks} times in one load; if its disk or its memory damages "
+                        "them, start it with --cache-gb 0"
+                    )
                 unknown = wanted - {tensor.name for tensor in tensors}
                 if unknown:
                     raise link.connection.bad_frame(f"it wants {min(unknown)!r}, which is not its own")
@@ -3758,7 +3828,7 @@ class Controller:
             log.debug("loading %s stopped: %s", link.node_id, error)  # its reader reports the loss
         except wire.BadFrame as error:
             log.error("%s", error)
-            link.connection.close()
+            link.connection.close("its WEIGHTS_WANTED is refused")
         except ValueError as error:  # a weight that its stored form cannot hold
             log.error("the weights for %s cannot be converted: %s", link.node_id, error)
             with self._changed:
@@ -3883,6 +3953,7 @@ class Controller:
                     "measured": measured.token_ms,
                     "passes": measured.passes,
                 },
+                "nodes_authenticated": self.key is not None,
                 "plan_cost": cluster.cost,
                 "plans": {cost: _describe_plan(other) for cost, other in cluster.plans.items()},
                 "advice": cluster.advice,
@@ -4899,6 +4970,13 @@ def prepare_job(parsed: ParsedRequest, service: Service) -> Job:
     )
 
 
+def _check_could_fit(text: str, service: Service, param: str) -> None:
+    """ApiError 400 for a prompt that is too long whatever its tokens are: encoding takes 400 bytes for each of them."""
+    least = service.tokenizer.least_tokens(text)
+    if least >= service.max_context:
+        raise ApiError.context_length(least, service.max_context, param, least=True)
+
+
 def _chat_prompt(parsed: ParsedRequest, service: Service) -> list[list[int]]:
     ids = service.template.prompt_ids(
         parsed.messages,
@@ -4906,6 +4984,7 @@ def _chat_prompt(parsed: ParsedRequest, service: Service) -> list[list[int]]:
         parsed.add_generation_prompt,
         parsed.continue_final_message,
         parsed.chat_template_kwargs,
+        check=lambda text: _check_could_fit(text, service, "messages"),
     )
     if not ids:
         raise ApiError.invalid("The chat template makes an empty prompt of these messages.", "messages")
@@ -4918,6 +4997,8 @@ def _completion_prompts(parsed: ParsedRequest, service: Service) -> list[list[in
     prompts = []
     for prompt in parsed.prompts:
         is_text = isinstance(prompt, str)
+        if is_text:
+            _check_could_fit(prompt, service, "prompt")
         ids = service.tokenizer.encode(prompt, parse_special=True) if is_text else prompt
         if not ids:
             raise ApiError.invalid("`prompt` has no tokens.", "prompt")
@@ -5276,7 +5357,16 @@ class HttpLimits:
     head_bytes: int = 64 * 1024
     headers: int = 100
     body_bytes: int = 16 * 1024 * 1024
+    bodies_bytes: int = 256 * 1024 * 1024  # of all large bodies at once
+    small_body_bytes: int = 64 * 1024  # up to here a body is not large
     threads: int = 1024
+
+
+class LostNode(ApiError):
+    """A node has connected here; it sees that this is HTTP and says so, too."""
+
+    def __init__(self):
+        super().__init__(400, "This is the HTTP API; nodes connect to the node port.")
 
 
 class ClientGone(Exception):
@@ -5326,12 +5416,17 @@ class Incoming:
             raise ApiError.invalid("Lines of an HTTP request end in CR LF.")
         return line[:-2]
 
-    def exactly(self, nbytes: int, deadline: float) -> bytes:
-        """The next nbytes bytes."""
+    def exactly(
+        self, nbytes: int, deadline: float, arrived: Callable[[int], None] = lambda nbytes: None, before: int = 0
+    ) -> bytes:
+        """The next nbytes bytes. As they come, arrived(their number, with those before them) is told and may refuse."""
+        arrived(before + min(len(self.buffer), nbytes))
         while len(self.buffer) < nbytes:
             if not self.fill(deadline):
                 raise ApiError.invalid("The connection ended within the request's body.")
-        data = bytes(self.buffer[:nbytes])
+            arrived(before + min(len(self.buffer), nbytes))
+        with memoryview(self.buffer) as view:
+            data = bytes(view[:nbytes])
         del self.buffer[:nbytes]
         return data
 
@@ -5464,6 +5559,8 @@ def read_head(incoming: Incoming, limits: HttpLimits) -> RequestHead | None:
         except ApiError:
             return None
     incoming.buffer = incoming.buffer.lstrip(b"\r\n")
+    if not incoming.buffer[:3].strip(b"\0"):  # a length of 8 bytes, as wire.py sends it first
+        raise LostNode
     if not incoming.buffer[:1].isalpha():  # TLS, JSON: do not wait for a line end that may never come
         raise ApiError.invalid("This is not an HTTP request. The server speaks plain HTTP.")
     deadline = time.monotonic() + limits.head_s
@@ -5488,8 +5585,11 @@ def _read_header_lines(incoming: Incoming, max_lines: int, max_bytes: int, deadl
     return lines
 
 
-def read_chunked(incoming: Incoming, limit: int, deadline: float) -> bytes:
-    """A body in chunked coding, without its extensions and trailers. ApiError 400, or 413 above limit bytes."""
+def read_chunked(incoming: Incoming, limit: int, deadline: float, arrived: Callable[[int], None]) -> bytes:
+    """A body in chunked coding, without its extensions and trailers. ApiError 400, or 413 above limit bytes.
+
+    arrived: as in Incoming.exactly, of the whole body.
+    """
     bad_chunk = ApiError.invalid("The chunked body is malformed.")
     body = bytearray()
     while True:
@@ -5502,7 +5602,7 @@ def read_chunked(incoming: Incoming, limit: int, deadline: float) -> bytes:
             return bytes(body)
         if size > limit - len(body):
             raise _body_too_large(limit)
-        body += incoming.exactly(size, deadline)
+        body += incoming.exactly(size, deadline, arrived, len(body))
         if incoming.exactly(2, deadline) != b"\r\n":
             raise bad_chunk
 
@@ -5642,11 +5742,33 @@ def response_head(status: int, headers: dict[str, str]) -> bytes:
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
+class LargeBodies:
+    """What large request bodies may take of the memory, all connections together."""
+
+    def __init__(self, limit_bytes: int):
+        self.turn = threading.Lock()  # they are parsed one after another: as Python objects they are 20 times as large
+        self._limit_bytes = limit_bytes
+        self._held_bytes = 0
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> None:
+        """Notes nbytes more; ApiError 503 when others hold them."""
+        with self._lock:
+            if self._held_bytes + nbytes > self._limit_bytes:
+                raise ApiError.overloaded("Other large requests are being read. Please try again later.")
+            self._held_bytes += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        with self._lock:
+            self._held_bytes -= nbytes
+
+
 class Shared(Protocol):
     """What all exchanges of a server have in common: the server itself."""
 
     service: Service
     limits: HttpLimits
+    large_bodies: LargeBodies
     metrics: Metrics
     access: AccessRules
     under_way: set[Exchange]
@@ -5665,6 +5787,8 @@ class Exchange:
         self.arrived = time.monotonic()
         self.head: RequestHead | None = None
         self.framing: int | str | None = None  # of a body that is still to be read
+        self.held_bytes = 0  # of LargeBodies, to the end of the exchange
+        self.is_of_a_node = False
         self.route_name = "none"
         self.status = 0  # of the answer; 0 until it is sent
         self.keep_alive = False
@@ -5677,6 +5801,7 @@ class Exchange:
             self._log_gone()
             return False
         except ApiError as error:
+            self.is_of_a_node = isinstance(error, LostNode)
             response = error_response(error)
         except Exception as error:  # noqa: BLE001  any bug of ours becomes one log line and a 500
             log_unexpected(self.request_id, error)
@@ -5720,14 +5845,27 @@ class Exchange:
             self.transmit(b"HTTP/1.1 100 Continue\r\n\r\n")
         deadline = time.monotonic() + self.limits.body_s
         if framing == CHUNKED:
-            body = read_chunked(self.incoming, limit, deadline)
+            body = read_chunked(self.incoming, limit, deadline, self._hold)
         else:
-            body = self.incoming.exactly(framing, deadline)
+            body = self.incoming.exactly(framing, deadline, self._hold)
         self.framing = None
         self.keep_alive = head.wants_keep_alive
         return body
 
-    SMALL_BODY_BYTES = 64 * 1024
+    def _hold(self, nbytes: int) -> None:
+        """Accounts for so many bytes of a body; those of small ones need not be."""
+        if nbytes > max(self.held_bytes, self.limits.small_body_bytes):
+            self.server.large_bodies.take(nbytes - self.held_bytes)
+            self.held_bytes = nbytes
+
+    def turn_to_parse(self) -> contextlib.AbstractContextManager:
+        """Held while the body is parsed and encoded: one large body at a time, small ones at any time."""
+        return self.server.large_bodies.turn if self.held_bytes else contextlib.nullcontext()
+
+    def end(self) -> None:
+        """Gives back what the body has taken."""
+        held, self.held_bytes = self.held_bytes, 0
+        self.server.large_bodies.give_back(held)
 
     def _pass_over_body(self) -> None:
         """An answer that comes before the body was read: swallow a small one, else give the connection up."""
@@ -5735,7 +5873,7 @@ class Exchange:
         if not framing or not self.keep_alive:
             return
         self.keep_alive = False
-        if framing == CHUNKED or framing > self.SMALL_BODY_BYTES or self.head.expects_continue:
+        if framing == CHUNKED or framing > self.limits.small_body_bytes or self.head.expects_continue:
             return
         with contextlib.suppress(ApiError):
             self.incoming.exactly(framing, time.monotonic() + self.limits.linger_s)
@@ -5795,6 +5933,9 @@ class Exchange:
     # --- the log ---
 
     def _log(self) -> None:
+        if self.is_of_a_node:  # it tries again for ever
+            self.server.note_lost_node(self.client)
+            return
         method = self.head.method if self.head else "?"
         target = self.head.target.partition("?")[0] if self.head else "?"
         milliseconds = (time.monotonic() - self.arrived) * 1000
@@ -6203,8 +6344,11 @@ def answer_chat(exchange: Exchange, _: str) -> Response | None:
 def answer_generation(exchange: Exchange, chat: bool) -> Response | None:
     """Both generating routes. Checks come in the order body, fields, model, prompt, readiness; then the engine runs."""
     service = exchange.service
-    parsed = parse_request(parse_body(exchange.read_body()), chat)
-    job = prepare_job(parsed, service)
+    body = exchange.read_body()
+    with exchange.turn_to_parse():
+        parsed = parse_request(parse_body(body), chat)
+        job = prepare_job(parsed, service)
+    del body  # not while the answer is made
     not_ready = service.readiness()
     if not_ready is not None:
         raise not_ready
@@ -6348,12 +6492,14 @@ class ConnectionHandler(socketserver.BaseRequestHandler):
         try:
             return exchange.run(dispatch)
         finally:
+            exchange.end()
             self.server.under_way.discard(exchange)
 
     def finish(self) -> None:
         """Swallow what the client still sends, for a moment: closing over unread bytes would reset the connection
         and take the answer away from a client that has not read it yet."""
         deadline = time.monotonic() + self.server.limits.linger_s
+        self.incoming.buffer.clear()
         with contextlib.suppress(OSError, ClientGone, ApiError):
             self.request.shutdown(socket.SHUT_WR)
             while not self.incoming.ended and self.incoming.fill(deadline):
@@ -6396,6 +6542,9 @@ class HttpServer(socketserver.ThreadingTCPServer):
         self.service = service
         self.limits = limits
         self.metrics = Metrics()
+        self.large_bodies = LargeBodies(limits.bodies_bytes)
+        self.node_port: int | None = None  # for nodes that mistake this port for it
+        self._lost_nodes: set[str] = set()  # addresses of nodes that did
         own_name = socket.gethostname().lower()
         self.access = AccessRules(
             bind_host=host,
@@ -6461,6 +6610,16 @@ class HttpServer(socketserver.ThreadingTCPServer):
         finally:
             with self._open_lock:
                 self._open.discard(sock)
+
+    MAX_LOST_NODES = 256
+
+    def note_lost_node(self, host: str) -> None:
+        """Says, once for each address, that a node has come to the wrong port."""
+        with self._open_lock:
+            if host in self._lost_nodes or len(self._lost_nodes) >= self.MAX_LOST_NODES:
+                return
+            self._lost_nodes.add(host)
+        log.warning("a node at %s connects to the HTTP API; start it with --port %s", host, self.node_port)
 
     # --- accepting ---
 
@@ -6629,9 +6788,16 @@ LOWEST = {
 HIGHEST = {"node_port": 65535, "api_port": 65535, "slots": 1024, "max_nodes": 1024, "local_nodes": 64}
 
 
+class FlagParser(argparse.ArgumentParser):
+    """argparse, but a wrong flag is a StartupError like everything else that is wrong at the start."""
+
+    def error(self, message: str):
+        raise StartupError(f"{message} (see --help)")
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The flags, checked; raises StartupError."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         description="TrueCluster's coordinator: reads a model, spreads its layers over nodes, serves an OpenAI API."
     )
     for flag, keywords in FLAGS:
@@ -6886,7 +7052,7 @@ class Coordinator:
         self.local_nodes: LocalNodes | None = None
         self.server: HttpServer | None = None
         self.engine: Engine | None = None
-        self.stopping = False  # a plain flag: a signal handler must take no lock, as Event.set() does
+        self.started = self.stopping = False  # plain flags: a signal handler must take no lock, as Event.set() does
 
     def start(self) -> None:
         """Opens both ports and starts local nodes; packs the head while they start. Raises StartupError."""
@@ -6899,7 +7065,7 @@ class Coordinator:
         )
         service = ClusterService(model, self.controller, self.engine)
         self.server = HttpServer(args.api_host, args.api_port, service, args.api_key, args.allowed_origin)
-        self.controller.api_port = self.server.port
+        self.controller.api_port, self.server.node_port = self.server.port, node_port
         self.controller.start()
         self.server.start()
         self._print_addresses(node_port)
@@ -6934,6 +7100,7 @@ class Coordinator:
                 signal.signal(getattr(signal, name), self._on_signal)
         try:
             self.start()
+            self.started = True
             announced, compared = None, 0
             while not self.stopping:
                 if self.local_nodes is not None:
@@ -6975,6 +7142,8 @@ class Coordinator:
             os._exit(EXIT_INTERRUPTED)
         self.stopping = True
         log.info("ending; once more ends at once")
+        if not self.started:  # a large checkpoint is hashed for minutes, and nobody is served yet
+            raise KeyboardInterrupt
 
     def stop(self) -> None:
         """Ends requests with an error, then the API, nodes and links."""

@@ -21,6 +21,7 @@ Threads, and what each owns:
 from __future__ import annotations
 
 import argparse
+import errno
 import functools
 import hashlib
 import logging
@@ -1221,12 +1222,13 @@ CONNECT_HINTS = {
 
 def connect_hint(error: OSError) -> str:
     """One line on why a connection could not be made and what to check."""
-    import errno
-
     if isinstance(error, socket.gaierror):
         return f"the name cannot be resolved ({error.strerror}): check --host"
-    name = "ETIMEDOUT" if isinstance(error, TimeoutError) else errno.errorcode.get(error.errno or 0, "")
-    return CONNECT_HINTS.get(name, error.strerror or str(error))
+    if isinstance(error, TimeoutError):
+        return CONNECT_HINTS["ETIMEDOUT"]
+    # not errno.errorcode: Windows has two names for one number there
+    hints = (hint for name, hint in CONNECT_HINTS.items() if getattr(errno, name) == error.errno)
+    return next(hints, error.strerror or str(error))
 
 
 def weight_cache(work_dir: str, cache_gb: float, key: bytes | None = None) -> WeightCache:
@@ -1366,8 +1368,15 @@ def read_token(token: str | None, token_file: str | None) -> str | None:
     return token or os.environ.get("TRUECLUSTER_TOKEN") or None
 
 
+class FlagParser(argparse.ArgumentParser):
+    """argparse, but a wrong flag is a UsageError: its exit code must not be the one of a refused token."""
+
+    def error(self, message: str):
+        raise UsageError(f"{message} (see --help)")
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         description="A TrueCluster node: connects to a coordinator and computes the layers it is given."
     )
     parser.add_argument("--host", "--cluster-host", help="the coordinator's name or address")

@@ -1,5 +1,6 @@
 """The whole system: coordinator and nodes as processes, on the bundled model and, where there is one, a real model."""
 
+import ast
 import collections
 import concurrent.futures
 import contextlib
@@ -116,7 +117,7 @@ def test_any_split_gives_the_same_text(fp32_clusters):
 
 def test_requests_at_once_are_each_answered_as_alone(fp32_clusters):
     _, two, _ = fp32_clusters
-    prompts = [f"What is {a} + {b}?" for a in range(11, 15) for b in (21, 35)]
+    prompts = [f"What is {a} + {b}?" for a in range(11, 31) for b in (21, 35)]  # ten times as many as slots
     alone = [two.chat_text(prompt) for prompt in prompts]
     with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
         together = list(pool.map(two.chat_text, prompts))
@@ -249,6 +250,8 @@ def test_status_health_and_metrics(fp16_cluster):
     assert fp16_cluster.request("/health") == (200, {"status": "ok"})
     status = fp16_cluster.status()
     assert (status["state"], status["ready_nodes"], status["required_nodes"]) == ("ready", 2, 2)
+    assert status["nodes_authenticated"] is False
+    assert "no --token: the node port is open to anyone who can reach it" in fp16_cluster.coordinator.output
     assert {node["state"] for node in status["nodes"]} == {"ready"}
     assert all(node["layer_ms"]["1"] > 0 and node["weight_bytes"] > 0 for node in status["nodes"])
     fp16_cluster.complete("Count", max_tokens=20, ignore_eos=True, prompt_lookup=False)
@@ -384,6 +387,7 @@ def test_a_node_with_too_little_memory_is_told_what_is_missing():
 def test_a_token_on_both_sides_lets_nodes_in():
     secrets = {"TRUECLUSTER_TOKEN": "open sesame", "TRUECLUSTER_API_KEY": "sk-of-the-cave"}
     flags = ["--local-nodes", "1", "--node-port", "0", "--api-port", "0", "--api-host", "127.0.0.1"]
+    flags += ["--log-level", "debug"]
     program = WarmProgram("coordinator", flags, tuple(("variable", *secret) for secret in secrets.items()))
     try:
         ports = program.wait_for(r"HTTP API on .* port (\d+), node port (\d+)")
@@ -399,6 +403,7 @@ def test_a_token_on_both_sides_lets_nodes_in():
             try:
                 with urllib.request.urlopen(request, timeout=60) as response:
                     seen.append(response.read().decode())
+                assert path != "/status" or json.loads(seen[-1])["nodes_authenticated"] is True
             except urllib.error.HTTPError as refused:
                 with refused:
                     assert refused.code == 401 and key.endswith("cavE")
@@ -451,6 +456,40 @@ def test_a_plan_of_an_accelerator_and_a_cpu_answers_like_cpus_alone(device, quan
 
 
 # ----------------------------------------------------------------------------
+# What no program does: run what it was sent or what it has read
+# ----------------------------------------------------------------------------
+
+RUNS_DATA = {"eval", "exec", "compile", "__import__", "import_module", "system", "popen", "load_module"}
+LOADERS = {("torch", "load"), ("jit", "load"), ("np", "load"), ("numpy", "load")}  # they unpickle
+UNPICKLERS = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing", "runpy"}
+
+
+def used_names(tree: ast.Module) -> tuple[set[str], set[str], set[tuple[str, str]]]:
+    """(modules imported, names called, (object, method) called) in a program."""
+    modules, calls, methods = set(), set(), set()
+    for part in ast.walk(tree):
+        if isinstance(part, ast.Import):
+            modules |= {alias.name.split(".")[0] for alias in part.names}
+        elif isinstance(part, ast.ImportFrom):
+            modules.add(part.module.split(".")[0])
+        elif isinstance(part, ast.Call) and isinstance(part.func, ast.Name):
+            calls.add(part.func.id)
+        elif isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute):
+            whose = part.func.value
+            methods.add((getattr(whose, "attr", getattr(whose, "id", "")), part.func.attr))
+    return modules, calls, methods
+
+
+@pytest.mark.parametrize("program", ["coordinator", "node", "qwen", "quant", "wire"])
+def test_nothing_that_is_received_or_read_is_ever_run(program):
+    modules, calls, methods = used_names(ast.parse((ROOT / f"{program}.py").read_text()))
+    assert "torch" in modules and calls and methods
+    assert not modules & (UNPICKLERS | {"transformers"})
+    assert not calls & RUNS_DATA and not methods & LOADERS
+    assert not {method for _, method in methods if method != "compile"} & RUNS_DATA  # re.compile is none
+
+
+# ----------------------------------------------------------------------------
 # Bad input: one clear line
 # ----------------------------------------------------------------------------
 
@@ -468,6 +507,8 @@ BAD_FLAGS = [
     (["--token", ""], "--token: is empty"),
     (["--api-key", ""], "--api-key: is empty"),
     (["--node-host", "256.1.1.1"], "--node-host"),
+    (["--nodes", "2"], "unrecognized arguments: --nodes 2"),
+    (["--quant", "int3"], "--quant: invalid choice: 'int3'"),
 ]
 
 

@@ -13,12 +13,15 @@ import random
 import re
 import socket
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 from cluster import wait_until
 from fake_engine import FakeService
 
+import coordinator
 from coordinator import (
     AccessRules,
     ApiError,
@@ -1055,6 +1058,81 @@ def test_body_limit_counts_chunked_bytes():
         assert reply.status == 413
         assert ask(server, "POST", COMPLETIONS, raw=b" " * 1000).status == 400
         assert ask(server, "POST", COMPLETIONS, raw=b" " * 1001).status == 413
+
+
+def large_post(nbytes, sent=None, chunked=False):
+    """A good request whose body has so many bytes, or the first `sent` bytes of it, with its head."""
+    body = b'{"prompt": "ab", "user": "' + b"x" * (nbytes - 28) + b'"}'
+    assert len(body) == nbytes
+    if chunked:
+        head = request_bytes("POST", COMPLETIONS, b"", "Transfer-Encoding: chunked", "Connection: close")
+        return head + b"%x\r\n" % nbytes + body[:sent]
+    return request_bytes("POST", COMPLETIONS, body, "Connection: close")[:-nbytes] + body[:sent]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_large_bodies_have_so_much_memory_together_and_small_ones_need_none(chunked):
+    limits = HttpLimits(small_body_bytes=1000, bodies_bytes=50_000, linger_s=WAIT_S, poll_s=0.02)
+    with serving(limits=limits) as server:
+
+        def status_of_another():
+            (reply,) = exchange_raw(server, large_post(20_000))
+            assert reply.status == 200 or (reply.error["type"] == "server_overloaded" and reply.headers["Retry-After"])
+            return reply.status
+
+        assert [status_of_another() for _ in range(4)] == [200] * 4  # each gives back what it has taken
+        with connect(server) as sock:
+            sock.sendall(large_post(45_000, 40_000, chunked))
+            wait_until(lambda: status_of_another() == 503)
+            assert complete(server).status == 200
+            rest = large_post(45_000, None, chunked)[len(large_post(45_000, 40_000, chunked)) :]
+            sock.sendall(rest + (b"\r\n0\r\n\r\n" if chunked else b""))
+            assert read_replies(sock)[0].status == 200
+        wait_until(lambda: status_of_another() == 200)
+        with connect(server) as sock:  # a client that goes away in the middle keeps nothing
+            sock.sendall(large_post(45_000, 40_000, chunked))
+            wait_until(lambda: status_of_another() == 503)
+        wait_until(lambda: status_of_another() == 200)
+
+
+def test_large_bodies_are_parsed_one_after_another(monkeypatch):
+    parsing, most, parse = [], [], coordinator.parse_body
+
+    def slow_parse(raw):
+        parsing.append(raw)
+        most.append(len(parsing))
+        time.sleep(0.05)
+        parsing.remove(raw)
+        return parse(raw)
+
+    monkeypatch.setattr(coordinator, "parse_body", slow_parse)
+    with serving(limits=HttpLimits(small_body_bytes=1000, linger_s=WAIT_S, poll_s=0.02)) as server:
+        bodies = [large_post(nbytes) for nbytes in range(20_000, 20_004)]
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            replies = list(pool.map(lambda data: exchange_raw(server, data)[0], bodies))
+    assert [reply.status for reply in replies] == [200] * len(bodies) and max(most) == 1
+
+
+@pytest.mark.parametrize("path, field", [(COMPLETIONS, "prompt"), (CHAT, "messages")])
+def test_a_prompt_that_is_far_too_long_is_refused_before_it_is_encoded(server, monkeypatch, path, field):
+    """Encoding 16 MB of text took 4 GB of memory and half a minute."""
+    monkeypatch.setattr(coordinator.Tokenizer, "encode_pieces", lambda *_: pytest.fail("the text was encoded"))
+    text = "e\u0301 " * 5000  # two characters that are one
+    body = {field: text if field == "prompt" else [{"role": "user", "content": text}]}
+    reply = ask(server, "POST", path, body)
+    assert reply.status == 400 and reply.error["code"] == "context_length_exceeded"
+    assert "your prompt has at least" in reply.error["message"]
+
+
+def test_a_node_that_comes_to_the_api_port_has_one_line(caplog):
+    with serving() as server:
+        server.node_port = 7001
+        for _ in range(3):
+            (reply,) = exchange_raw(server, b"\0\0\0\0\0\0\1\x50\x84\xa4type\xa5HELLO", half_close=True)
+            assert reply.status == 400 and "nodes connect to the node port" in reply.error["message"]
+        wait_until(lambda: not server.under_way)
+    lines = [record.getMessage() for record in caplog.records if '"POST ' not in record.getMessage()]
+    assert lines == ["a node at 127.0.0.1 connects to the HTTP API; start it with --port 7001"]
 
 
 def test_expect_100_continue():

@@ -57,17 +57,22 @@ class Running:
         self.engine.start(ends)
         self.links = []
 
-    def join(self, node_id: str, instance: int = 1, devices: list = DEVICES, **methods) -> node.Session:
+    @staticmethod
+    def hello(node_id: str, instance: int = 1, devices: list = DEVICES, hostname: str | None = None) -> dict:
+        return {
+            "node_id": node_id, "instance": instance, "hostname": hostname or node_id, "python_version": "3",
+            "torch_version": "2", "platform": "test", "devices": devices, "selected_device": "cpu",
+            "max_memory_bytes": None, "held_memory_bytes": 0,
+        }  # fmt: skip
+
+    def join(
+        self, node_id: str, instance: int = 1, devices: list = DEVICES, hostname: str | None = None, **methods
+    ) -> node.Session:
         """Connects a real node.Session; `methods` replace some of its own: {name: function(session, ...)}."""
         sock = socket.create_connection(("127.0.0.1", self.port))
         link = wire.Connection(sock, "coordinator", "node")
-        hello = {
-            "node_id": node_id, "instance": instance, "hostname": node_id, "python_version": "3", "torch_version": "2",
-            "platform": "test", "devices": devices, "selected_device": "cpu", "max_memory_bytes": None,
-            "held_memory_bytes": 0,
-        }  # fmt: skip
         try:
-            wire.node_handshake(link, hello, None)
+            wire.node_handshake(link, self.hello(node_id, instance, devices, hostname), None)
         except BaseException:
             link.close()
             raise
@@ -323,6 +328,72 @@ def test_a_node_that_says_it_is_loaded_before_it_has_its_weights_is_closed(runni
     liar = cluster.join("liar", on_assignment=at_once)
     assert liar.closed.wait(30)
     cluster.join("honest")
+    cluster.wait_ready()
+    assert cluster.generate() == right
+
+
+def test_a_node_that_asks_for_its_weights_again_and_again_is_closed_with_the_reason(running, right, caplog):
+    name, asked = "model.layers.0.input_layernorm.weight", []
+
+    def ask(session, frame):
+        asked.append(frame.type)
+        session.assignment = types.SimpleNamespace(epoch=frame.epoch)
+        session.writer.put("WEIGHTS_WANTED", {"names": [name]}, epoch=frame.epoch)
+
+    cluster = running(1)
+    greedy = cluster.join(
+        "greedy",
+        on_assignment=ask,
+        on_weights_complete=ask,
+        on_weight_chunk=lambda session, frame: None,
+        place=lambda session, frame, nbytes: None,
+    )
+    assert greedy.closed.wait(30)
+    assert asked == ["ASSIGNMENT"] + ["WEIGHTS_COMPLETE"] * coordinator.MAX_ASKS
+    assert "greedy (" in caplog.text and "asks for weights again and again, 4 times in one load" in caplog.text
+    cluster.join("honest")
+    cluster.wait_ready()
+    assert cluster.generate() == right
+
+
+def test_a_node_that_never_answers_measure_keeps_neither_others_nor_the_plan_waiting(running, right, monkeypatch):
+    """Not even one of the same machine."""
+    monkeypatch.setattr(coordinator, "MEASURE_PATIENCE_S", 0.5)
+    cluster = running(1)
+    deaf = cluster.join("deaf", hostname="box", on_measure=lambda session, frame: None)
+    assert cluster.controller.wait_until(lambda state: state.nodes["deaf"].link.measuring, 30)
+    cluster.join("good", hostname="box")
+    cluster.wait_ready()
+    assert cluster.generate() == right
+    assert not deaf.closed.is_set()
+    status = {node["node_id"]: node for node in cluster.controller.describe()["nodes"]}
+    assert status["deaf"]["state"] == "joined" and "silent while measuring" in status["deaf"]["last_error"]
+
+
+def test_another_machines_name_holds_up_no_measurement(running, right):
+    cluster = running(1)
+    theirs, ours = socket.socketpair()
+    cluster.controller.welcome(theirs, "elsewhere", "10.0.0.9")
+    link = wire.Connection(ours, "coordinator", "node")
+    cluster.links.append(link)
+    wire.node_handshake(link, cluster.hello("deaf", hostname="box"), None)
+    assert cluster.controller.wait_until(lambda state: "deaf" in state.nodes and state.nodes["deaf"].link.measuring, 30)
+    cluster.join("good", hostname="box")
+    assert cluster.controller.wait_until(lambda state: state.nodes["good"].measured is not None, 30)
+
+
+def test_weights_go_to_all_nodes_at_once(running, right):
+    """Each node takes its first bytes only when the other's are there too."""
+    together = threading.Barrier(2)
+
+    def first_chunk_together(session, frame):
+        if not session.assignment.loading.received_bytes:
+            together.wait(30)
+        node.Session.on_weight_chunk(session, frame)
+
+    cluster = running(2)
+    for name in ("a", "b"):
+        cluster.join(name, on_weight_chunk=first_chunk_together)
     cluster.wait_ready()
     assert cluster.generate() == right
 

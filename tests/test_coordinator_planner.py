@@ -15,6 +15,7 @@ from coordinator import (
     FOUND_MEMORY_S,
     GIB,
     HEADROOM,
+    MEASURE_PATIENCE_S,
     PREFILL_CHUNKS,
     RECOVERY_GRACE_S,
     ClusterState,
@@ -427,6 +428,9 @@ def test_nodes_too_small_for_a_layer_that_latency_leaves_out_need_no_other_plan(
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+MEASURED = {"layer_ms": {"1": 1.0, "8": 2.0}, "kernels": {"with_copy": None}}
+
+
 def node(node_id, free=10_000, limit=None, host="h", device="cpu", measured=True, rtt_ms=0.0, held=0):
     hello = {
         "selected_device": device,
@@ -437,7 +441,7 @@ def node(node_id, free=10_000, limit=None, host="h", device="cpu", measured=True
     }
     record = NodeRecord(node_id, hello, "10.0.0.1", SimpleNamespace(rtt_ms=rtt_ms))
     if measured:
-        record.measured = {"layer_ms": {"1": 1.0, "8": 2.0}, "kernels": {"with_copy": None}}
+        record.measured = MEASURED
     return record
 
 
@@ -706,6 +710,46 @@ def test_nodes_wait_for_measurement():
     b.measured = {"layer_ms": {"1": 1.0}, "kernels": {"with_copy": None}}
     assert cluster.to_measure(0.0) == []
     assert cluster.next_plan(0.0).node_ids == ("a",)
+
+
+def test_nodes_that_stay_silent_while_measuring_hold_up_a_plan_for_a_short_time_only(caplog):
+    a, b = (node(x, host=x, measured=False) for x in "ab")
+    silent, waits = (node(x, host=x, measured=False) for x in ("silent", "waits"))
+    cluster = cluster_of(silent, a, b, required=2)
+    silent.asked_at = a.asked_at = b.asked_at = 10.0
+    a.measured, a.asked_at = MEASURED, None
+    assert cluster.next_plan(1e6) is None  # however long it takes: one measured node is not enough
+    b.measured, b.asked_at = MEASURED, None
+    assert cluster.next_plan(100.0) is None
+    cluster.join(waits)  # a newcomer does not start the time anew
+    waits.asked_at = 100.0 + MEASURE_PATIENCE_S - 1.0
+    assert cluster.next_plan(100.0 + MEASURE_PATIENCE_S - 0.01) is None
+    with caplog.at_level("WARNING", logger="coordinator"):
+        assert cluster.next_plan(100.0 + MEASURE_PATIENCE_S).node_ids == ("a", "b")
+    assert "node silent: silent while measuring for 105 s" in caplog.text and "waits" not in caplog.text
+    assert silent.load_error.startswith("silent while measuring") and silent.state is NodeState.JOINED
+
+
+def test_a_plan_that_became_impossible_waits_anew():
+    a, b, late = (node(x, host=x, measured=x != "late") for x in ("a", "b", "late"))
+    cluster = cluster_of(a, b, late, required=2)
+    assert cluster.next_plan(0.0) is None
+    cluster.lose(b, "closed", 1.0)
+    assert cluster.next_plan(2.0) is None
+    cluster.join(node("b", host="b"))
+    assert cluster.next_plan(MEASURE_PATIENCE_S + 1.0) is None
+    assert cluster.next_plan(2 * MEASURE_PATIENCE_S + 1.0).node_ids == ("a", "b")
+
+
+def test_a_smaller_plan_grows_though_another_node_stays_silent():
+    a, b = (node(x, host=x) for x in "ab")
+    cluster = cluster_of(a, b, required=2)
+    load(cluster)
+    cluster.lose(b, "closed", 100.0)
+    load(cluster, 100.0 + RECOVERY_GRACE_S)
+    cluster.join(node("silent", host="c", measured=False))
+    cluster.join(node("b", host="b"))
+    assert cluster.larger_plan(108.0).node_ids == ("a", "b")
 
 
 def memories(*nodes, default_memory=None):

@@ -122,6 +122,18 @@ def test_encode_refuses_what_is_not_unicode(tiny):
             assert caught.value.status == 400
 
 
+def test_no_text_has_fewer_tokens_than_its_length_says(model):
+    tokenizer, rng = model.tokenizer, random.Random(5)
+    longest = max(
+        (i for i in range(tokenizer.vocab_size) if tokenizer.has_token(i)), key=lambda i: len(tokenizer.token_bytes(i))
+    )
+    pieces = [tokenizer.decode([longest]), " ", "\n" * 9, "e\u0301", "\u1100\u1161\u11a8", "漢", "<|im_end|>", "word "]
+    for _ in range(40):
+        text = "".join(rng.choices(pieces, k=rng.randrange(1, 60)))
+        assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, parse_special=rng.random() < 0.5)), repr(text)
+    assert tokenizer.least_tokens("x" * 10_000) > 0
+
+
 def test_decode_and_token_bytes_equal_the_library(model):
     for token_id in range(0, model.tokenizer.vocab_size, max(1, model.tokenizer.vocab_size // 3000)):
         expected = model.backend.decode([token_id], skip_special_tokens=False)

@@ -18,6 +18,7 @@ from relay import Relay
 from soak import LONG, SHORT, Rig
 
 import coordinator
+import wire
 
 FP32 = ("--dtype", "fp32")
 SHORT_GRACE = ("setting", "coordinator.RECOVERY_GRACE_S", 0.3)
@@ -71,9 +72,12 @@ def test_the_nodes_that_are_left_take_over_and_the_plan_grows_when_the_node_is_b
     with WarmCluster(nodes=2, flags=FP32, faults=(SHORT_GRACE,)) as cluster:
         chunks = cluster.stream(**QUESTION)
         text = text_of([next(chunks) for _ in range(20)])
-        cluster.nodes[0].kill()
+        victim, survivor = cluster.nodes
+        victim.kill()
+        cluster.coordinator.wait_for("ready -> lost", timeout=wire.SILENCE_LIMIT_S / 2)  # at once, not by its silence
         assert text + text_of(chunks) == undisturbed
         assert len(cluster.status()["plan"]) == 1
+        assert float(survivor.wait_for(r"epoch 2: loaded, .*; kept ([\d.]+) MB")[1]) > 0
         cluster.add_node()
         wait_until(lambda: len(cluster.status()["plan"]) == 2 and cluster.status()["state"] == "ready")
         assert text_of(cluster.stream(**QUESTION)) == undisturbed
@@ -153,6 +157,53 @@ def a_slow_pass_is_not_a_dead_node(_):
         assert cluster.status()["epoch"] == 1
 
 
+def an_idle_node_that_freezes_is_noticed(undisturbed):
+    with WarmCluster(nodes=1, flags=FP32) as cluster:
+        spare = cluster.add_node("--node-id", "spare")
+        cluster.coordinator.wait_for("node spare: .* ms per layer")
+        spare.signal(signal.SIGSTOP)
+        cluster.coordinator.wait_for("node spare: joined -> lost .*sent nothing for 10 s")
+        assert cluster.status()["epoch"] == 1 and len(cluster.status()["nodes"]) == 1
+        assert text_of(cluster.stream(**QUESTION)) == undisturbed
+
+
+def a_node_that_freezes_while_it_loads(undisturbed):
+    """Whoever sends its weights does not wait for it; a spare takes its place."""
+    with (
+        WarmCluster(nodes=0, flags=("--max-nodes", 1, *FP32)) as cluster,
+        Relay("127.0.0.1", cluster.node_port, mbit=4.0) as relay,
+    ):
+        far = cluster.add_node("--node-id", "far", port=relay.port)
+        far.wait_for(r"loading layers 0\.\.7: +\d+ %  .* MB/s +\d+ s left")
+        far.signal(signal.SIGSTOP)
+        cluster.add_node("--node-id", "spare")
+        cluster.wait_ready()
+        assert [stage["node_id"] for stage in cluster.status()["plan"]] == ["spare"]
+        assert text_of(cluster.stream(**QUESTION)) == undisturbed
+        far.signal(signal.SIGCONT)
+        wait_until(lambda: len(cluster.status()["nodes"]) == 2)
+
+
+def a_cable_that_is_cut_in_a_prefill(_):
+    question = {"prompt": ids(900), "max_tokens": 12}
+    with (
+        WarmCluster(nodes=0, flags=("--max-nodes", 1, *FP32)) as cluster,
+        Relay("127.0.0.1", cluster.node_port) as relay,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        far = cluster.add_node("--node-id", "far", port=relay.port, faults=(("slow_layers", 0.1),))
+        cluster.wait_ready()
+        cluster.add_node("--node-id", "spare")
+        cluster.coordinator.wait_for("node spare: .* ms per layer")
+        answer = pool.submit(lambda: text_of(cluster.stream(**question)))
+        wait_until(lambda: cluster.status()["active_slots"] == 1)
+        relay.stall()
+        assert cluster.status()["generated_tokens"] == 0
+        assert answer.result() == text_of(cluster.stream(**question))
+        assert [stage["node_id"] for stage in cluster.status()["plan"]] == ["spare"]
+        assert far.process.poll() is None
+
+
 def a_cable_that_is_cut(undisturbed, *ways):
     """A spare takes over; once the cable is whole again the node behind it is back."""
     with (
@@ -193,10 +244,13 @@ def a_restarted_node_takes_the_place_of_its_half_open_link(undisturbed):
 SCENARIOS = {
     "a node that slept": a_node_that_slept_comes_back_and_is_used,
     "a coordinator that slept": a_coordinator_that_slept_finds_its_nodes_again,
+    "an idle node that froze": an_idle_node_that_freezes_is_noticed,
+    "a node that froze while it loaded": a_node_that_freezes_while_it_loads,
     "a slow pass": a_slow_pass_is_not_a_dead_node,
     "a cable cut both ways": a_cable_that_is_cut,
     "a cable cut towards the coordinator": lambda text: a_cable_that_is_cut(text, "to_target"),
     "a cable cut towards the node": lambda text: a_cable_that_is_cut(text, "to_client"),
+    "a cable cut in a prefill": a_cable_that_is_cut_in_a_prefill,
     "a half-open link": a_restarted_node_takes_the_place_of_its_half_open_link,
 }
 
@@ -251,6 +305,15 @@ def test_a_node_without_the_memory_that_it_promised_gets_fewer_layers():
         assert cluster.complete("12 + 13 =", max_tokens=4)["usage"]["completion_tokens"] >= 1
 
 
+def test_a_node_whose_disk_is_full_serves_without_a_cache(undisturbed, tmp_path):
+    with WarmCluster(nodes=0, flags=("--max-nodes", 1, *FP32), work_dir=tmp_path) as cluster:
+        node = cluster.add_node(faults=(("full_disk", 10_000),))
+        cluster.wait_ready()
+        node.wait_for("weight cache in .*: it cannot be written .File too large.*will be sent again next time")
+        assert text_of(cluster.stream(**QUESTION)) == undisturbed
+        assert not list(tmp_path.glob("weights/*.part"))
+
+
 def test_the_second_node_of_an_id_is_refused_with_the_reason(rig):
     rig.settle()
     second = rig.cluster.add_node("--node-id", "a")
@@ -303,6 +366,32 @@ def test_a_second_signal_ends_the_coordinator_at_once():
         assert cluster.coordinator.process.poll() is None
         cluster.coordinator.signal(signal.SIGINT)
         assert cluster.coordinator.wait() == coordinator.EXIT_INTERRUPTED
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_coordinator_that_is_still_starting(number):
+    slow = ("slow_checkpoint", 2.0)  # each of about a hundred tensors
+    with WarmCluster(nodes=0, flags=("--max-nodes", 1), faults=(slow,)) as cluster:
+        cluster.coordinator.signal(number)
+        assert cluster.coordinator.wait(15.0) == coordinator.EXIT_INTERRUPTED
+        assert "Traceback" not in cluster.coordinator.output
+
+
+def test_a_local_node_that_ends_is_started_again(tmp_path, monkeypatch, caplog):
+    (tmp_path / "node.py").write_text("import sys; sys.stdin.read()")
+    monkeypatch.setattr(coordinator, "HERE", tmp_path)
+    monkeypatch.setattr(coordinator.LocalNodes, "RESTART_S", 0.0)
+    local = coordinator.LocalNodes(1, 7001, coordinator.parse_args([]))
+    (first,) = local._processes
+    first.kill()
+    first.wait()
+    with caplog.at_level("WARNING", logger="coordinator"):
+        local.restart_ended()
+    (second,) = local._processes
+    assert second is not first and second.poll() is None
+    assert "a local node ended with exit code -9; starting it again" in caplog.text
+    local.stop()
+    assert second.returncode == 0
 
 
 def test_sigterm_ends_local_nodes_too_and_ctrl_c_is_the_coordinators():

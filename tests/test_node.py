@@ -1,7 +1,9 @@
 """node.py: one session against a scripted coordinator in this process, and the program as a process of its own."""
 
 import concurrent.futures
+import errno
 import hashlib
+import os
 import queue
 import re
 import shutil
@@ -9,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -562,6 +565,9 @@ def start_node(*flags: str, cwd=ROOT, **env: str) -> Program:
         (["--host", "127.0.0.1", "--token-file", "/nowhere"], "--token-file /nowhere"),
         (["--host", "127.0.0.1", "--token", ""], "--token is empty"),
         (["--host", "127.0.0.1", "--work-dir", "/proc/nowhere"], "--work-dir /proc/nowhere is not writable"),
+        ([], "--host is required"),
+        (["--host", "127.0.0.1", "--gpu"], "unrecognized arguments: --gpu"),
+        (["--host", "127.0.0.1", "--port", "api"], "--port: invalid int value: 'api'"),
     ],
 )
 def test_wrong_flags_end_in_one_line(flags, says, capsys, monkeypatch):
@@ -569,6 +575,47 @@ def test_wrong_flags_end_in_one_line(flags, says, capsys, monkeypatch):
     assert node.main(flags) == node.EXIT_USAGE
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("node.py: ") and says in lines[0]
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("ECONNREFUSED", "is the coordinator running, and is --port its --node-port"),
+        ("ETIMEDOUT", "firewall"),
+        ("EHOSTUNREACH", "On macOS allow Local Network access .* on WSL use the Windows machine's address"),
+        ("ENETUNREACH", "no route to that network"),
+    ],
+)
+def test_why_there_is_no_connection_and_what_to_check(name, says):
+    number = getattr(errno, name)
+    assert re.search(says, node.connect_hint(OSError(number, os.strerror(number))))
+    assert "firewall" in node.connect_hint(TimeoutError("timed out"))  # of our own time-out, without a number
+    assert node.connect_hint(OSError(errno.EACCES, "Permission denied")) == "Permission denied"
+
+
+def test_a_node_tries_again_more_and_more_slowly_up_to_a_limit(tmp_path, monkeypatch):
+    waits, sleep = [], time.sleep
+
+    def note(seconds):
+        if threading.current_thread() is not threading.main_thread():
+            sleep(seconds)
+            return
+        waits.append(seconds)
+        if len(waits) == 12:
+            raise KeyboardInterrupt
+
+    def refused():
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+    tries = node.Node(node.parse_args(["--host", "127.0.0.1", "--work-dir", str(tmp_path), "--cache-gb", "0"]))
+    monkeypatch.setattr(tries, "serve_once", refused)
+    monkeypatch.setattr(node.time, "sleep", note)
+    with pytest.raises(KeyboardInterrupt):
+        tries.run()
+    for i, wait in enumerate(waits):
+        longest = min(node.LONGEST_RETRY_S, node.FIRST_RETRY_S * 2**i)
+        assert 0.7 * longest <= wait <= longest
+    tries.id_lock.close()
 
 
 def test_a_closed_port_is_named_with_what_to_check_and_tried_again(tmp_path):

@@ -432,6 +432,23 @@ def test_a_slow_link_is_not_a_dead_one():
         assert len(thread.outcome()) == 6 and taken == pair.conn.bytes_sent
 
 
+def test_any_byte_counts_as_life():
+    """The frame takes several silence limits; every byte received starts the limit anew."""
+    with Pair() as pair:
+        pair.conn.silence_limit_s = 0.5
+        thread = in_thread(pair.conn.recv)
+        began = time.monotonic()
+        *most, last = frame_bytes(envelope_of("PONG"))
+        pause = 2 * pair.conn.silence_limit_s / len(most)
+        for byte in most:
+            pair.peer.sendall(bytes([byte]))
+            time.sleep(pause)
+        assert time.monotonic() - began > pair.conn.silence_limit_s
+        assert time.monotonic() - pair.conn.last_received < pair.conn.silence_limit_s
+        pair.peer.sendall(bytes([last]))
+        assert thread.outcome().type == "PONG"
+
+
 def test_a_peer_that_takes_nothing_is_silent_and_the_stream_is_dead():
     with Pair("node") as pair:
         pair.conn.silence_limit_s = 0.05

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -92,6 +93,22 @@ def deadly_pass(rows: int) -> None:
     before_passes(lambda: os.kill(os.getpid(), signal.SIGKILL), rows)
 
 
+def slow_checkpoint(seconds: float) -> None:
+    """Every tensor takes that long to be hashed, as in a large model."""
+    digest = coordinator.Checkpoint._digest
+
+    def slow_digest(checkpoint, name):
+        time.sleep(seconds)
+        return digest(checkpoint, name)
+
+    coordinator.Checkpoint._digest = slow_digest
+
+
+def full_disk(nbytes: int) -> None:
+    """No file can become larger than that: writing fails in the middle, as on a disk that is full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, nbytes))
+
+
 def room_for_layers(most: int) -> None:
     """Memory for larger stages is promised, but not there."""
     make = qwen.Stage.__init__
@@ -106,7 +123,17 @@ def room_for_layers(most: int) -> None:
 
 FAULTS = {
     function.__name__: function
-    for function in (setting, variable, slow_layers, slow_pass, failing_pass, deadly_pass, room_for_layers)
+    for function in (
+        setting,
+        variable,
+        slow_layers,
+        slow_pass,
+        failing_pass,
+        deadly_pass,
+        slow_checkpoint,
+        full_disk,
+        room_for_layers,
+    )
 }
 
 
