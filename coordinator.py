@@ -1083,8 +1083,8 @@ class ChatTemplate:
     ) -> list[int]:
         """The prompt's token ids, equal to transformers' apply_chat_template for text without control tokens.
 
-        kwargs are further template variables (chat_template_kwargs); check may refuse the text before it is encoded. Raises ApiError 400 when the template refuses the
-        messages or fails on them in any way.
+        kwargs are further template variables (chat_template_kwargs); check may refuse the text before it is encoded.
+        Raises ApiError 400 when the template refuses the messages or fails on them in any way.
         """
         marks = _UserTextMarks(self._control_tokens)
         prompt = self._render(marks, messages, tools, add_generation_prompt, continue_final_message, kwargs)
@@ -3811,8 +3811,8 @@ class Controller:
                 asks += 1
                 if asks > MAX_ASKS:
                     raise link.connection.bad_frame(
-                        f"it asks for weights again and again, {asks} times in one load; if its disk or its memory damages "
-                        "them, start it with --cache-gb 0"
+                        f"it asks for weights again and again, {asks} times in one load; if its disk or its memory "
+                        "damages them, start it with --cache-gb 0"
                     )
                 unknown = wanted - {tensor.name for tensor in tensors}
                 if unknown:
@@ -5742,17 +5742,24 @@ def response_head(status: int, headers: dict[str, str]) -> bytes:
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
-class LargeBodies:
-    """What large request bodies may take of the memory, all connections together."""
+class RequestBodies:
+    """What request bodies may take of the memory, all connections together.
+
+    Large ones share limit_bytes while they are held. And as Python objects and tokens a body takes up to 200 times its
+    size: so a large one is parsed when no other large one is, and of small ones so many at once.
+    """
+
+    SMALL_AT_ONCE = 16
 
     def __init__(self, limit_bytes: int):
-        self.turn = threading.Lock()  # they are parsed one after another: as Python objects they are 20 times as large
+        self.large_turn = threading.Lock()
+        self.small_turns = threading.BoundedSemaphore(self.SMALL_AT_ONCE)
         self._limit_bytes = limit_bytes
         self._held_bytes = 0
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> None:
-        """Notes nbytes more; ApiError 503 when others hold them."""
+        """Notes so many more of a large body; ApiError 503 when others hold them."""
         with self._lock:
             if self._held_bytes + nbytes > self._limit_bytes:
                 raise ApiError.overloaded("Other large requests are being read. Please try again later.")
@@ -5768,7 +5775,7 @@ class Shared(Protocol):
 
     service: Service
     limits: HttpLimits
-    large_bodies: LargeBodies
+    bodies: RequestBodies
     metrics: Metrics
     access: AccessRules
     under_way: set[Exchange]
@@ -5787,7 +5794,7 @@ class Exchange:
         self.arrived = time.monotonic()
         self.head: RequestHead | None = None
         self.framing: int | str | None = None  # of a body that is still to be read
-        self.held_bytes = 0  # of LargeBodies, to the end of the exchange
+        self.held_bytes = 0  # of RequestBodies, to the end of the exchange
         self.is_of_a_node = False
         self.route_name = "none"
         self.status = 0  # of the answer; 0 until it is sent
@@ -5855,17 +5862,17 @@ class Exchange:
     def _hold(self, nbytes: int) -> None:
         """Accounts for so many bytes of a body; those of small ones need not be."""
         if nbytes > max(self.held_bytes, self.limits.small_body_bytes):
-            self.server.large_bodies.take(nbytes - self.held_bytes)
+            self.server.bodies.take(nbytes - self.held_bytes)
             self.held_bytes = nbytes
 
     def turn_to_parse(self) -> contextlib.AbstractContextManager:
-        """Held while the body is parsed and encoded: one large body at a time, small ones at any time."""
-        return self.server.large_bodies.turn if self.held_bytes else contextlib.nullcontext()
+        """Held while the body is parsed and encoded."""
+        return self.server.bodies.large_turn if self.held_bytes else self.server.bodies.small_turns
 
     def end(self) -> None:
         """Gives back what the body has taken."""
         held, self.held_bytes = self.held_bytes, 0
-        self.server.large_bodies.give_back(held)
+        self.server.bodies.give_back(held)
 
     def _pass_over_body(self) -> None:
         """An answer that comes before the body was read: swallow a small one, else give the connection up."""
@@ -6542,7 +6549,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
         self.service = service
         self.limits = limits
         self.metrics = Metrics()
-        self.large_bodies = LargeBodies(limits.bodies_bytes)
+        self.bodies = RequestBodies(limits.bodies_bytes)
         self.node_port: int | None = None  # for nodes that mistake this port for it
         self._lost_nodes: set[str] = set()  # addresses of nodes that did
         own_name = socket.gethostname().lower()

@@ -1060,7 +1060,7 @@ def test_body_limit_counts_chunked_bytes():
         assert ask(server, "POST", COMPLETIONS, raw=b" " * 1001).status == 413
 
 
-def large_post(nbytes, sent=None, chunked=False):
+def padded_post(nbytes, sent=None, chunked=False):
     """A good request whose body has so many bytes, or the first `sent` bytes of it, with its head."""
     body = b'{"prompt": "ab", "user": "' + b"x" * (nbytes - 28) + b'"}'
     assert len(body) == nbytes
@@ -1076,41 +1076,42 @@ def test_large_bodies_have_so_much_memory_together_and_small_ones_need_none(chun
     with serving(limits=limits) as server:
 
         def status_of_another():
-            (reply,) = exchange_raw(server, large_post(20_000))
+            (reply,) = exchange_raw(server, padded_post(20_000))
             assert reply.status == 200 or (reply.error["type"] == "server_overloaded" and reply.headers["Retry-After"])
             return reply.status
 
         assert [status_of_another() for _ in range(4)] == [200] * 4  # each gives back what it has taken
         with connect(server) as sock:
-            sock.sendall(large_post(45_000, 40_000, chunked))
+            sock.sendall(padded_post(45_000, 40_000, chunked))
             wait_until(lambda: status_of_another() == 503)
             assert complete(server).status == 200
-            rest = large_post(45_000, None, chunked)[len(large_post(45_000, 40_000, chunked)) :]
+            rest = padded_post(45_000, None, chunked)[len(padded_post(45_000, 40_000, chunked)) :]
             sock.sendall(rest + (b"\r\n0\r\n\r\n" if chunked else b""))
             assert read_replies(sock)[0].status == 200
         wait_until(lambda: status_of_another() == 200)
         with connect(server) as sock:  # a client that goes away in the middle keeps nothing
-            sock.sendall(large_post(45_000, 40_000, chunked))
+            sock.sendall(padded_post(45_000, 40_000, chunked))
             wait_until(lambda: status_of_another() == 503)
         wait_until(lambda: status_of_another() == 200)
 
 
-def test_large_bodies_are_parsed_one_after_another(monkeypatch):
+@pytest.mark.parametrize("nbytes, at_once", [(20_000, 1), (500, 3)])
+def test_few_bodies_are_parsed_at_once(monkeypatch, nbytes, at_once):
+    monkeypatch.setattr(coordinator.RequestBodies, "SMALL_AT_ONCE", 3)
     parsing, most, parse = [], [], coordinator.parse_body
 
     def slow_parse(raw):
         parsing.append(raw)
         most.append(len(parsing))
         time.sleep(0.05)
-        parsing.remove(raw)
+        parsing.pop()
         return parse(raw)
 
     monkeypatch.setattr(coordinator, "parse_body", slow_parse)
-    with serving(limits=HttpLimits(small_body_bytes=1000, linger_s=WAIT_S, poll_s=0.02)) as server:
-        bodies = [large_post(nbytes) for nbytes in range(20_000, 20_004)]
-        with ThreadPoolExecutor(len(bodies)) as pool:
-            replies = list(pool.map(lambda data: exchange_raw(server, data)[0], bodies))
-    assert [reply.status for reply in replies] == [200] * len(bodies) and max(most) == 1
+    limits = HttpLimits(small_body_bytes=1000, linger_s=WAIT_S, poll_s=0.02)
+    with serving(limits=limits) as server, ThreadPoolExecutor(6) as pool:
+        replies = list(pool.map(lambda _: exchange_raw(server, padded_post(nbytes))[0], range(6)))
+    assert [reply.status for reply in replies] == [200] * 6 and max(most) <= at_once
 
 
 @pytest.mark.parametrize("path, field", [(COMPLETIONS, "prompt"), (CHAT, "messages")])

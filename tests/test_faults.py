@@ -149,22 +149,17 @@ def a_coordinator_that_slept_finds_its_nodes_again(undisturbed):
         assert text_of([*begun, *chunks]) == undisturbed
 
 
-def a_slow_pass_is_not_a_dead_node(_):
+def a_slow_pass_is_not_a_dead_node_and_a_frozen_one_is(_):
+    """While nothing but heartbeats travels."""
     with WarmCluster(nodes=0, flags=("--max-nodes", 1, *FP32)) as cluster:
         cluster.add_node(faults=(("slow_pass", 37, 11.5),))
         cluster.wait_ready()
-        assert cluster.complete(ids(37), max_tokens=4)["usage"]["completion_tokens"] >= 1
-        assert cluster.status()["epoch"] == 1
-
-
-def an_idle_node_that_freezes_is_noticed(undisturbed):
-    with WarmCluster(nodes=1, flags=FP32) as cluster:
         spare = cluster.add_node("--node-id", "spare")
         cluster.coordinator.wait_for("node spare: .* ms per layer")
         spare.signal(signal.SIGSTOP)
+        assert cluster.complete(ids(37), max_tokens=4)["usage"]["completion_tokens"] >= 1
         cluster.coordinator.wait_for("node spare: joined -> lost .*sent nothing for 10 s")
-        assert cluster.status()["epoch"] == 1 and len(cluster.status()["nodes"]) == 1
-        assert text_of(cluster.stream(**QUESTION)) == undisturbed
+        assert cluster.status()["epoch"] == 1
 
 
 def a_node_that_freezes_while_it_loads(undisturbed):
@@ -204,7 +199,7 @@ def a_cable_that_is_cut_in_a_prefill(_):
         assert far.process.poll() is None
 
 
-def a_cable_that_is_cut(undisturbed, *ways):
+def a_cable_that_is_cut(undisturbed, way):
     """A spare takes over; once the cable is whole again the node behind it is back."""
     with (
         WarmCluster(nodes=0, flags=("--max-nodes", 1, *FP32)) as cluster,
@@ -216,7 +211,7 @@ def a_cable_that_is_cut(undisturbed, *ways):
         cluster.coordinator.wait_for("node spare: .* ms per layer")
         chunks = cluster.stream(**QUESTION)
         begun = [next(chunks) for _ in range(20)]
-        relay.stall(*ways)
+        relay.stall(way)
         assert text_of([*begun, *chunks]) == undisturbed
         assert [stage["node_id"] for stage in cluster.status()["plan"]] == ["spare"]
         relay.resume()
@@ -244,13 +239,11 @@ def a_restarted_node_takes_the_place_of_its_half_open_link(undisturbed):
 SCENARIOS = {
     "a node that slept": a_node_that_slept_comes_back_and_is_used,
     "a coordinator that slept": a_coordinator_that_slept_finds_its_nodes_again,
-    "an idle node that froze": an_idle_node_that_freezes_is_noticed,
     "a node that froze while it loaded": a_node_that_freezes_while_it_loads,
-    "a slow pass": a_slow_pass_is_not_a_dead_node,
-    "a cable cut both ways": a_cable_that_is_cut,
+    "a slow pass and a frozen spare": a_slow_pass_is_not_a_dead_node_and_a_frozen_one_is,
     "a cable cut towards the coordinator": lambda text: a_cable_that_is_cut(text, "to_target"),
     "a cable cut towards the node": lambda text: a_cable_that_is_cut(text, "to_client"),
-    "a cable cut in a prefill": a_cable_that_is_cut_in_a_prefill,
+    "a cable cut both ways in a prefill": a_cable_that_is_cut_in_a_prefill,
     "a half-open link": a_restarted_node_takes_the_place_of_its_half_open_link,
 }
 

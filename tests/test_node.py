@@ -567,7 +567,7 @@ def start_node(*flags: str, cwd=ROOT, **env: str) -> Program:
         (["--host", "127.0.0.1", "--work-dir", "/proc/nowhere"], "--work-dir /proc/nowhere is not writable"),
         ([], "--host is required"),
         (["--host", "127.0.0.1", "--gpu"], "unrecognized arguments: --gpu"),
-        (["--host", "127.0.0.1", "--port", "api"], "--port: invalid int value: 'api'"),
+        (["--host", "127.0.0.1", "--port", "api"], "--port/--cluster-port: invalid int value: 'api'"),
     ],
 )
 def test_wrong_flags_end_in_one_line(flags, says, capsys, monkeypatch):
