@@ -39,6 +39,7 @@ import contextlib
 import datetime
 import enum
 import errno
+import gc
 import hashlib
 import hmac
 import importlib.metadata
@@ -5752,11 +5753,22 @@ class RequestBodies:
     SMALL_AT_ONCE = 16
 
     def __init__(self, limit_bytes: int):
-        self.large_turn = threading.Lock()
         self.small_turns = threading.BoundedSemaphore(self.SMALL_AT_ONCE)
+        self._large_turn = threading.Lock()
         self._limit_bytes = limit_bytes
         self._held_bytes = 0
         self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def large_turn(self) -> Iterator[None]:
+        """For one large body at a time. The garbage collector would go through its millions of objects again and again,
+        for seconds in which no other thread runs and nodes think that the coordinator is gone."""
+        with self._large_turn:
+            gc.disable()
+            try:
+                yield
+            finally:
+                gc.enable()
 
     def take(self, nbytes: int) -> None:
         """Notes so many more of a large body; ApiError 503 when others hold them."""
@@ -5867,7 +5879,7 @@ class Exchange:
 
     def turn_to_parse(self) -> contextlib.AbstractContextManager:
         """Held while the body is parsed and encoded."""
-        return self.server.bodies.large_turn if self.held_bytes else self.server.bodies.small_turns
+        return self.server.bodies.large_turn() if self.held_bytes else self.server.bodies.small_turns
 
     def end(self) -> None:
         """Gives back what the body has taken."""

@@ -5,6 +5,7 @@ pytest tests/test_coordinator_http.py -q
 
 import asyncio
 import contextlib
+import gc
 import hmac
 import http.client
 import json
@@ -1098,11 +1099,12 @@ def test_large_bodies_have_so_much_memory_together_and_small_ones_need_none(chun
 @pytest.mark.parametrize("nbytes, at_once", [(20_000, 1), (500, 3)])
 def test_few_bodies_are_parsed_at_once(monkeypatch, nbytes, at_once):
     monkeypatch.setattr(coordinator.RequestBodies, "SMALL_AT_ONCE", 3)
-    parsing, most, parse = [], [], coordinator.parse_body
+    parsing, most, collecting, parse = [], [], [], coordinator.parse_body
 
     def slow_parse(raw):
         parsing.append(raw)
         most.append(len(parsing))
+        collecting.append(gc.isenabled())
         time.sleep(0.05)
         parsing.pop()
         return parse(raw)
@@ -1112,6 +1114,7 @@ def test_few_bodies_are_parsed_at_once(monkeypatch, nbytes, at_once):
     with serving(limits=limits) as server, ThreadPoolExecutor(6) as pool:
         replies = list(pool.map(lambda _: exchange_raw(server, padded_post(nbytes))[0], range(6)))
     assert [reply.status for reply in replies] == [200] * 6 and max(most) <= at_once
+    assert any(collecting) == (at_once > 1) and gc.isenabled()
 
 
 @pytest.mark.parametrize("path, field", [(COMPLETIONS, "prompt"), (CHAT, "messages")])
