@@ -2866,11 +2866,8 @@ class Checkpoint:
 
     def hash_tensors(self) -> None:
         """Hashes all tensors now, several at a time, so that no node waits for the keys of its layers."""
-        pool = concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1))
-        try:
+        with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
             list(pool.map(self._digest, self._file_of))
-        finally:
-            pool.shutdown(cancel_futures=True)  # a signal: the user need not wait for the rest
 
     def calibrate(self, token_ids: list[int]) -> None:
         """Has int4 err where it matters least on a short text.
@@ -5417,15 +5414,11 @@ class Incoming:
             raise ApiError.invalid("Lines of an HTTP request end in CR LF.")
         return line[:-2]
 
-    def exactly(
-        self, nbytes: int, deadline: float, arrived: Callable[[int], None] = lambda nbytes: None, before: int = 0
-    ) -> bytes:
-        """The next nbytes bytes. As they come, arrived(their number, with those before them) is told and may refuse."""
-        arrived(before + min(len(self.buffer), nbytes))
+    def exactly(self, nbytes: int, deadline: float) -> bytes:
+        """The next nbytes bytes."""
         while len(self.buffer) < nbytes:
             if not self.fill(deadline):
                 raise ApiError.invalid("The connection ended within the request's body.")
-            arrived(before + min(len(self.buffer), nbytes))
         with memoryview(self.buffer) as view:
             data = bytes(view[:nbytes])
         del self.buffer[:nbytes]
@@ -5586,10 +5579,10 @@ def _read_header_lines(incoming: Incoming, max_lines: int, max_bytes: int, deadl
     return lines
 
 
-def read_chunked(incoming: Incoming, limit: int, deadline: float, arrived: Callable[[int], None]) -> bytes:
+def read_chunked(incoming: Incoming, limit: int, deadline: float, hold: Callable[[int], None]) -> bytes:
     """A body in chunked coding, without its extensions and trailers. ApiError 400, or 413 above limit bytes.
 
-    arrived: as in Incoming.exactly, of the whole body.
+    hold(bytes) is called before the body becomes so long, and may refuse that.
     """
     bad_chunk = ApiError.invalid("The chunked body is malformed.")
     body = bytearray()
@@ -5603,7 +5596,8 @@ def read_chunked(incoming: Incoming, limit: int, deadline: float, arrived: Calla
             return bytes(body)
         if size > limit - len(body):
             raise _body_too_large(limit)
-        body += incoming.exactly(size, deadline, arrived, len(body))
+        hold(len(body) + size)
+        body += incoming.exactly(size, deadline)
         if incoming.exactly(2, deadline) != b"\r\n":
             raise bad_chunk
 
@@ -5755,31 +5749,36 @@ class RequestBodies:
     def __init__(self, limit_bytes: int):
         self.small_turns = threading.BoundedSemaphore(self.SMALL_AT_ONCE)
         self._large_turn = threading.Lock()
+        self._next_turn_at = float("-inf")
         self._limit_bytes = limit_bytes
-        self._held_bytes = 0
+        self.held_bytes = 0
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def large_turn(self) -> Iterator[None]:
-        """For one large body at a time. The garbage collector would go through its millions of objects again and again,
-        for seconds in which no other thread runs and nodes think that the coordinator is gone."""
+        """For one large body at a time. No other thread runs while the parser does. So the garbage collector must not go
+        through its millions of objects again and again meanwhile, and the next one waits as long as this one took."""
         with self._large_turn:
+            time.sleep(max(0.0, self._next_turn_at - time.monotonic()))
+            began = time.monotonic()
             gc.disable()
             try:
                 yield
             finally:
                 gc.enable()
+                ended = time.monotonic()
+                self._next_turn_at = ended + (ended - began)
 
     def take(self, nbytes: int) -> None:
         """Notes so many more of a large body; ApiError 503 when others hold them."""
         with self._lock:
-            if self._held_bytes + nbytes > self._limit_bytes:
+            if self.held_bytes + nbytes > self._limit_bytes:
                 raise ApiError.overloaded("Other large requests are being read. Please try again later.")
-            self._held_bytes += nbytes
+            self.held_bytes += nbytes
 
     def give_back(self, nbytes: int) -> None:
         with self._lock:
-            self._held_bytes -= nbytes
+            self.held_bytes -= nbytes
 
 
 class Shared(Protocol):
@@ -5860,19 +5859,21 @@ class Exchange:
         if framing != CHUNKED and framing > limit:
             raise _body_too_large(limit)
         self.keep_alive = False
+        if framing != CHUNKED:
+            self._hold(framing)
         if head.expects_continue:
             self.transmit(b"HTTP/1.1 100 Continue\r\n\r\n")
         deadline = time.monotonic() + self.limits.body_s
         if framing == CHUNKED:
             body = read_chunked(self.incoming, limit, deadline, self._hold)
         else:
-            body = self.incoming.exactly(framing, deadline, self._hold)
+            body = self.incoming.exactly(framing, deadline)
         self.framing = None
         self.keep_alive = head.wants_keep_alive
         return body
 
     def _hold(self, nbytes: int) -> None:
-        """Accounts for so many bytes of a body; those of small ones need not be."""
+        """Accounts for a body of so many bytes before they are read; small ones need not be."""
         if nbytes > max(self.held_bytes, self.limits.small_body_bytes):
             self.server.bodies.take(nbytes - self.held_bytes)
             self.held_bytes = nbytes
