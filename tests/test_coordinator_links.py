@@ -359,9 +359,9 @@ def test_a_node_that_asks_for_its_weights_again_and_again_is_closed_with_the_rea
 def test_a_node_that_never_answers_measure_keeps_neither_others_nor_the_plan_waiting(running, right, monkeypatch):
     """Not even one of the same machine."""
     monkeypatch.setattr(coordinator, "MEASURE_PATIENCE_S", 0.5)
-    cluster = running(1)
-    deaf = cluster.join("deaf", hostname="box", on_measure=lambda session, frame: None)
-    assert cluster.controller.wait_until(lambda state: state.nodes["deaf"].link.measuring, 30)
+    cluster, asked = running(1), threading.Event()
+    deaf = cluster.join("deaf", hostname="box", on_measure=lambda session, frame: asked.set())
+    assert asked.wait(30)
     cluster.join("good", hostname="box")
     cluster.wait_ready()
     assert cluster.generate() == right
@@ -377,7 +377,8 @@ def test_another_machines_name_holds_up_no_measurement(running):
     link = wire.Connection(ours, "coordinator", "node")
     cluster.links.append(link)
     wire.node_handshake(link, cluster.hello("deaf", hostname="box"), None)
-    assert cluster.controller.wait_until(lambda state: "deaf" in state.nodes and state.nodes["deaf"].link.measuring, 30)
+    while link.recv().type != "MEASURE":
+        continue
     cluster.join("good", hostname="box")
     assert cluster.controller.wait_until(lambda state: "good" in state.nodes and state.nodes["good"].measured, 30)
 
