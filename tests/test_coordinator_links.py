@@ -370,7 +370,8 @@ def test_a_node_that_never_answers_measure_keeps_neither_others_nor_the_plan_wai
     assert status["deaf"]["state"] == "joined" and "silent while measuring" in status["deaf"]["last_error"]
 
 
-def test_another_machines_name_holds_up_no_measurement(running):
+def test_another_machines_name_holds_up_no_measurement(running, monkeypatch):
+    monkeypatch.setattr(coordinator, "MEASURE_PATIENCE_S", 3600.0)
     cluster = running(1)
     theirs, ours = socket.socketpair()
     cluster.controller.welcome(theirs, "elsewhere", "10.0.0.9")
