@@ -319,7 +319,7 @@ class Tally:
 
 
 def kill_many(rig: Rig, count: int, tally: Tally) -> None:
-    """So many kills at random points, as fast as answers come; now and then while nodes are still away from the last."""
+    """So many kills at random points, as fast as answers come; now and then while nodes are away from the last."""
     end = rig.kills + count
     while rig.kills < end:
         point = rig.rng.choice(POINTS)

@@ -726,7 +726,7 @@ def test_nodes_that_stay_silent_while_measuring_hold_up_a_plan_for_a_short_time_
     assert cluster.next_plan(100.0 + MEASURE_PATIENCE_S - 0.01) is None
     with caplog.at_level("WARNING", logger="coordinator"):
         assert cluster.next_plan(100.0 + MEASURE_PATIENCE_S).node_ids == ("a", "b")
-    assert "node silent: silent while measuring for 105 s" in caplog.text and "waits" not in caplog.text
+    assert "node silent: silent while measuring for 105 s" in caplog.text and "node waits: silent" not in caplog.text
     assert silent.load_error.startswith("silent while measuring") and silent.state is NodeState.JOINED
 
 
