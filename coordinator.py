@@ -5756,8 +5756,10 @@ class RequestBodies:
 
     @contextlib.contextmanager
     def large_turn(self) -> Iterator[None]:
-        """For one large body at a time. No other thread runs while the parser does: so the garbage collector must not go
-        through its millions of objects again and again, and the next body waits for as long as this one took.
+        """For one large body at a time.
+
+        No other thread runs while the parser does: so the garbage collector must not go through its millions of objects
+        again and again meanwhile, and the next body waits for as long as this one took.
         """
         with self._large_turn:
             time.sleep(max(0.0, self._next_turn_at - time.monotonic()))
