@@ -77,6 +77,7 @@ from urllib.parse import unquote_to_bytes
 # torch loads its OpenMP, hence before the import; the user's own setting wins.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("KMP_BLOCKTIME", "0")
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large tensors in huge pages, where the system offers them
 
 try:
     import jinja2
