@@ -2447,6 +2447,16 @@ def share_memory(nodes: list[NodeRecord]) -> dict[str, int | None]:
     return shares
 
 
+def in_places(places: list[str], node_ids: list[str]) -> list[str]:
+    """Node ids in the order of their layers, which changes as little as can be: nodes keep what they have loaded.
+
+    A node that had a place keeps it, though it was away. Others take the places of those that are away, then the end.
+    """
+    newcomers = [node_id for node_id in node_ids if node_id not in places]
+    taken = [node_id if node_id in node_ids or not newcomers else newcomers.pop(0) for node_id in places]
+    return taken + newcomers
+
+
 class ClusterState:
     """All nodes and the present plan. Not thread safe: its owner (the controller) holds a lock around every call."""
 
@@ -2460,6 +2470,7 @@ class ClusterState:
         self.default_memory = default_memory
         self.nodes: dict[str, NodeRecord] = {}
         self.plan: Plan | None = None
+        self.places: list[str] = []  # node ids in the order of their layers, those that are away included
         self.epoch = 0
         self.incomplete_since: float | None = None  # when a plan that was in use became void
         self.available, self.available_since = 0, float("-inf")  # nodes that could be used; when their number last grew
@@ -2585,8 +2596,9 @@ class ClusterState:
     # -- plans ---------------------------------------------------------------------------------------------------------
 
     def offers(self, now: float | None = None) -> list[NodeOffer]:
-        """What the measured nodes offer, in order of joining; with `now`, without those that are paused then."""
-        nodes = [n for n in self.nodes.values() if n.measured and (now is None or n.paused_until <= now)]
+        """What the measured nodes offer, in the order of their places; with `now`, without those paused then."""
+        usable = {i: n for i, n in self.nodes.items() if n.measured and (now is None or n.paused_until <= now)}
+        nodes = [usable[node_id] for node_id in in_places(self.places, sorted(usable)) if node_id in usable]
         pools: dict[tuple, list[NodeRecord]] = {}
         for node in nodes:
             pools.setdefault(node.memory_pool, []).append(node)
@@ -2689,6 +2701,7 @@ class ClusterState:
         """Puts a plan into use: its nodes load, the others are spares."""
         chosen = [self.nodes[node_id] for node_id in plan.node_ids]
         self.plan, self.epoch, self.incomplete_since, self.possible_since = plan, plan.epoch, None, None
+        self.places = in_places(self.places, list(plan.node_ids))
         for node in chosen:
             self.move(node, NodeState.LOADING, f"epoch {plan.epoch}")
         for node in self.nodes.values():
@@ -7196,4 +7209,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)  # the end of the interpreter aborts when a thread is deep in a kernel; nothing is left to save

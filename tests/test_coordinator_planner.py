@@ -28,6 +28,7 @@ from coordinator import (
     StageForecast,
     decode_groups,
     estimate_required,
+    in_places,
     make_plan,
     plan_advice,
     plan_table,
@@ -635,7 +636,7 @@ def test_a_spare_takes_over_at_once():
     cluster = cluster_of(a, b, spare, required=2)
     assert load(cluster).node_ids == ("a", "b")
     cluster.lose(a, "closed", 100.0)
-    assert load(cluster, 100.0).node_ids == ("b", "c")
+    assert load(cluster, 100.0).node_ids == ("c", "b")
 
 
 def test_a_spare_takes_over_while_another_node_is_still_measured():
@@ -644,7 +645,7 @@ def test_a_spare_takes_over_while_another_node_is_still_measured():
     load(cluster, 0.0)
     cluster.join(node("d", host="d", measured=False))
     cluster.lose(nodes[0], "closed", 10.0)
-    assert cluster.next_plan(10.0).node_ids == ("b", "c")
+    assert cluster.next_plan(10.0).node_ids == ("c", "b")
 
 
 def test_without_a_spare_a_restarting_node_has_a_grace():
@@ -676,6 +677,34 @@ def test_a_smaller_plan_grows_when_the_nodes_are_back():
     assert (larger.node_ids, larger.epoch) == (("a", "b"), 3)
     cluster.adopt(larger)
     assert {n.state for n in (a, back)} == {NodeState.LOADING}
+
+
+@pytest.mark.parametrize(
+    "places, usable, expected",
+    [
+        ("", "ba", "ba"),
+        ("ab", "ba", "ab"),
+        ("ab", "b", "ab"),  # a is away: its place stays
+        ("ab", "bc", "cb"),
+        ("abc", "bcd", "dbc"),
+        ("abc", "de", "dec"),
+        ("ab", "abc", "abc"),
+    ],
+)
+def test_places_change_as_little_as_can_be(places, usable, expected):
+    assert in_places(list(places), list(usable)) == list(expected)
+
+
+def test_whoever_comes_for_a_lost_node_takes_its_layers():
+    a, b = (node(x, host=x) for x in "ab")
+    cluster = cluster_of(b, a, required=2)
+    assert load(cluster).node_ids == ("a", "b")  # whoever joined first: so it is the same when all come back
+    cluster.lose(a, "closed", 0.0)
+    cluster.join(node("c", host="c"))
+    assert load(cluster).node_ids == ("c", "b")
+    cluster.lose(b, "closed", 0.0)
+    cluster.join(node("a", host="a"))
+    assert load(cluster).node_ids == ("c", "a")
 
 
 def test_the_grace_starts_again_when_a_node_comes_back():
@@ -796,11 +825,11 @@ def test_shares_never_exceed_the_host():
             assert free - sum(got) < len(limits)  # nothing is left unused but what does not divide
 
 
-def test_offers_are_in_order_of_joining_with_times_and_links():
+def test_offers_are_in_order_with_times_and_links():
     cluster = cluster_of(node("b", host="1", rtt_ms=3.0), node("a", host="2"))
     assert [(o.node_id, o.device_type, o.layer_ms, o.link_ms) for o in cluster.offers()] == [
-        ("b", "cpu", 1.0, 3.0),
         ("a", "cpu", 1.0, 0.0),
+        ("b", "cpu", 1.0, 3.0),
     ]
 
 

@@ -85,10 +85,13 @@ def test_the_nodes_that_are_left_take_over_and_the_plan_grows_when_the_node_is_b
 
 def test_without_enough_nodes_requests_end_with_an_error_and_work_again_later(undisturbed):
     little = ("--max-memory-gb", "0.025")  # room for half of the layers
-    with WarmCluster(nodes=2, flags=FP32, node_flags=little, faults=(SHORT_GRACE, SHORT_OUTAGE)) as cluster:
+    flags = ("--max-nodes", 2, *FP32)
+    with WarmCluster(nodes=0, flags=flags, node_flags=little, faults=(SHORT_GRACE, SHORT_OUTAGE)) as cluster:
+        victim, survivor = (cluster.add_node("--node-id", name) for name in "ab")
+        cluster.wait_ready()
         chunks = cluster.stream(**QUESTION)
         begun = [next(chunks) for _ in range(20)]
-        cluster.nodes[0].kill()
+        victim.kill()
         *more, last = chunks
         assert undisturbed.startswith(text_of(begun + more))
         assert last["error"]["type"] == "cluster_not_ready"
@@ -98,6 +101,8 @@ def test_without_enough_nodes_requests_end_with_an_error_and_work_again_later(un
         cluster.add_node()
         wait_until(lambda: cluster.request("/health")[0] == 200)
         assert text_of(cluster.stream(**QUESTION)) == undisturbed
+        # the new node has the first stage, as the lost one had: the other keeps what it has
+        survivor.wait_for(r"epoch 2: loaded, .* from the cache 0.0 MB, over the network 0.0 MB")
 
 
 def test_a_request_that_kills_every_node_is_given_up_and_the_others_are_answered(undisturbed):

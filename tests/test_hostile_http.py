@@ -359,7 +359,7 @@ def odd_field(rng) -> Hostile:
         while key is None or (isinstance(place[key], (dict, list)) and place[key] and rng.random() < 0.8):
             place = rich if key is None else place[key]
             key = rng.choice(list(place)) if isinstance(place, dict) else rng.randrange(len(place))
-        place[key] = rng.choice(ODD)
+        place[key] = copy.deepcopy(rng.choice(ODD))  # the next round may put something into it
     return Hostile(request_bytes("POST", path, json.dumps(rich).encode()), (200, 400, 404), stays=True)
 
 
