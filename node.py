@@ -1370,6 +1370,17 @@ def read_token(token: str | None, token_file: str | None) -> str | None:
     return token or os.environ.get("TRUECLUSTER_TOKEN") or None
 
 
+def check_host(host: str) -> None:
+    """Raises UsageError for a URL, an address with its port, or one in brackets: they could never be resolved."""
+    if "/" in host:
+        raise UsageError(f"--host {host}: only a name or an address, like --host 192.168.1.10 --port 7001")
+    # name:port, [IPv6]:port or [IPv6]; an address with several colons and no brackets is IPv6 as it stands
+    slip = re.fullmatch(r"(?P<name>[^:\[\]]+):(?P<port>\d*)|\[(?P<ipv6>[^\]]*)\](:(?P<ipv6_port>\d*))?", host)
+    if slip:
+        name, port = slip["name"] or slip["ipv6"], slip["port"] or slip["ipv6_port"]
+        raise UsageError(f"--host {host}: give --host {name}{f' --port {port}' if port else ''}")
+
+
 class FlagParser(argparse.ArgumentParser):
     """argparse, but a wrong flag is a UsageError: its exit code must not be the one of a refused token."""
 
@@ -1403,8 +1414,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)  # set by --local-nodes
     args = parser.parse_args(argv)
-    if args.host and "/" in args.host:
-        raise UsageError(f"--host {args.host}: only a name or an address, like --host 192.168.1.10 --port 7001")
+    if args.host is not None:
+        check_host(args.host)
     if args.host is None and not args.forget:
         parser.error("--host is required: the coordinator's name or address")
     if not 0 < args.port < 65536:

@@ -566,6 +566,10 @@ def start_node(*flags: str, cwd=ROOT, **env: str) -> Program:
         (["--host", "127.0.0.1", "--token", ""], "--token is empty"),
         (["--host", "127.0.0.1", "--work-dir", "/proc/nowhere"], "--work-dir /proc/nowhere is not writable"),
         ([], "--host is required"),
+        (["--host", "http://box:7001"], "only a name or an address"),
+        (["--host", "127.0.0.1:7001"], "--host 127.0.0.1:7001: give --host 127.0.0.1 --port 7001"),
+        (["--host", "[fe80::1%eth0]:7001"], "give --host fe80::1%eth0 --port 7001"),
+        (["--host", "[::1]"], "--host [::1]: give --host ::1"),
         (["--host", "127.0.0.1", "--gpu"], "unrecognized arguments: --gpu"),
         (["--host", "127.0.0.1", "--port", "api"], "--port/--cluster-port: invalid int value: 'api'"),
     ],
@@ -575,6 +579,11 @@ def test_wrong_flags_end_in_one_line(flags, says, capsys, monkeypatch):
     assert node.main(flags) == node.EXIT_USAGE
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("node.py: ") and says in lines[0]
+
+
+@pytest.mark.parametrize("host", ["box", "192.168.1.10", "::1", "fe80::1%eth0", "2001:db8::7001"])
+def test_a_name_or_an_address_of_either_kind_is_a_host(host):
+    assert node.parse_args(["--host", host]).host == host
 
 
 @pytest.mark.parametrize(
