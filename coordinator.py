@@ -2215,7 +2215,15 @@ def _what_is_missing(needs: ModelNeeds, all_costs: list[_Costs], stages: int) ->
             f"{costs.offer.node_id}: have {_gib(costs.offer.memory_bytes)}, need {_gib(costs.need_bytes(0, share))} "
             f"for {share} layers, room for {largest}"
         )
-    return "; ".join(lines) + ". Add nodes, or lower --max-context, --slots, or use --quant int8 or int4"
+    return "; ".join(lines) + ". " + _ways_to_fit(needs, stages < min(len(all_costs), needs.layers))
+
+
+def _ways_to_fit(needs: ModelNeeds, has_spares: bool) -> str:
+    """What to do when a model does not fit; has_spares: nodes are there that an option keeps from being used."""
+    add = "Raise --max-nodes (more nodes are there)" if has_spares else "Add nodes (--max-nodes must allow them)"
+    lower = "--max-context or --slots" if needs.slots > 1 else "--max-context"
+    smaller = {"fp16": ", or use --quant int8 or int4", "int8": ", or use --quant int4", "int4": ""}
+    return f"{add}, lower {lower}, raise a node's --max-memory-gb if it has one{smaller[needs.weights.quant]}"
 
 
 @dataclass(frozen=True)

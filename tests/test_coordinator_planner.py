@@ -42,12 +42,13 @@ from coordinator import (
 class FakeNeeds:
     """A model of any layers: sizes in bytes (twice as large on "cuda") and relative times per layer."""
 
-    def __init__(self, weights, caches=None, times=None, working=0):
+    def __init__(self, weights, caches=None, times=None, working=0, quant="fp16", slots=4):
         self._weights = weights
         self._caches = caches or [0] * len(weights)
         self._times = times or [1.0] * len(weights)
         self._working = working
-        self.layers, self.slots, self.max_context = len(weights), 4, 1000
+        self.layers, self.slots, self.max_context = len(weights), slots, 1000
+        self.weights = qwen.WeightFormat(quant, 64, "fp16")
 
     def weight_bytes(self, i, device_type, second_copy=False):
         return self._weights[i] * (2 if device_type == "cuda" else 1) * (2 if second_copy else 1)
@@ -226,7 +227,21 @@ def test_too_little_memory_says_what_is_needed_and_what_is_there():
     assert "does not fit on 2 node(s): 8 layers, 4 slots of 1000 tokens" in message
     assert "n0: have 2.00 GiB, need 4.95 GiB for 4 layers, room for 1" in message  # (4 + 0.5) * 1.1
     assert "n1: have 3.00 GiB, need 4.95 GiB for 4 layers, room for 2" in message
-    assert "--max-context" in message and "--quant" in message
+    assert message.endswith(
+        "Add nodes (--max-nodes must allow them), lower --max-context or --slots, "
+        "raise a node's --max-memory-gb if it has one, or use --quant int8 or int4"
+    )
+
+
+@pytest.mark.parametrize("quant, smaller", [("int8", ", or use --quant int4"), ("int4", "")])
+def test_advice_on_what_does_not_fit_leaves_out_what_is_done_already(quant, smaller):
+    """Two nodes are there, one may be used."""
+    with pytest.raises(NoPlan) as error:
+        make_plan(FakeNeeds([GIB] * 8, quant=quant, slots=1), offers(5 * GIB, 5 * GIB), "even", 1, 1)
+    assert str(error.value).endswith(
+        "Raise --max-nodes (more nodes are there), lower --max-context, "
+        f"raise a node's --max-memory-gb if it has one{smaller}"
+    )
 
 
 def test_more_nodes_than_layers():
