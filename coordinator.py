@@ -2293,20 +2293,25 @@ def _layers_in_words(stage: StagePlan) -> str:
 WORTH_SAYING = 1.25  # advice is given when something takes so many times as long as it could
 
 
-def plan_advice(needs: ModelNeeds, offers: list[NodeOffer], plan: Plan, plans: dict[str, Plan]) -> str | None:
+def plan_advice(
+    needs: ModelNeeds, offers: list[NodeOffer], plan: Plan, plans: dict[str, Plan], local: bool = False
+) -> str | None:
     """One line when fewer nodes would be faster, or one node or link makes the cluster slow; None when all is well.
 
-    plans: what the costs would give under the same rules (possible_plans).
+    plans: what the costs would give under the same rules (possible_plans). local: the nodes are those of --local-nodes.
     """
     if plan.token_ms is None or "latency" not in plans:
         return None
     quickest = make_plan(needs, offers, "latency", None, 0)
     if len(quickest.stages) < len(plan.stages) and plan.token_ms > WORTH_SAYING * quickest.token_ms:
         slow = max((s for s in plan.stages if s.node_id not in quickest.node_ids), key=lambda s: s.total_ms)
+        option = f"--plan latency with --min-nodes {len(plan.stages)}, and no --max-nodes"
+        if local:
+            option = f"--local-nodes {len(quickest.stages)}"
         return (
             f"fewer nodes would be faster: one token takes {plan.token_ms:.1f} ms, and {quickest.token_ms:.1f} ms "
-            f"without {slow.node_id} ({_why_slow(slow)}), as {_split_in_words(quickest)}. Use only these, or have them "
-            f"chosen: --plan latency with --min-nodes {len(plan.stages)} instead of --max-nodes or --local-nodes"
+            f"without {slow.node_id} ({_why_slow(slow)}), as {_split_in_words(quickest)}. Start the coordinator with "
+            f"{option}"
         )
     if len(plan.stages) == 1:
         return None
@@ -2322,7 +2327,7 @@ def plan_advice(needs: ModelNeeds, offers: list[NodeOffer], plan: Plan, plans: d
                 f"--plan {cost}, as {_split_in_words(plans[cost])}"
             )
     far = max(plan.stages, key=lambda stage: stage.link_ms)
-    if plan.token_ms > WORTH_SAYING * (plan.token_ms - far.link_ms):
+    if not local and plan.token_ms > WORTH_SAYING * (plan.token_ms - far.link_ms):  # no cable would help those
         return (
             f"the link to {far.node_id} is slow: {far.link_ms:.1f} of the {plan.token_ms:.1f} ms of one token. Use a "
             "cable or a nearer machine, or let the others hold the model: fewer nodes, --quant int8 or int4"
@@ -2469,13 +2474,21 @@ class ClusterState:
     """All nodes and the present plan. Not thread safe: its owner (the controller) holds a lock around every call."""
 
     def __init__(
-        self, needs: ModelNeeds, cost: str, required: int | None, minimum: int | None, default_memory: int | None
+        self,
+        needs: ModelNeeds,
+        cost: str,
+        required: int | None,
+        minimum: int | None,
+        default_memory: int | None,
+        local: bool = False,
     ):
+        """required, minimum: numbers of nodes; default_memory: bytes; local: required is --local-nodes."""
         self.needs = needs
         self.cost = cost
         self.required = None if required is None else min(required, needs.layers)
         self.minimum = None if minimum is None else min(minimum, needs.layers)
         self.default_memory = default_memory
+        self.local = local
         self.nodes: dict[str, NodeRecord] = {}
         self.plan: Plan | None = None
         self.places: list[str] = []  # node ids in the order of their layers, those that are away included
@@ -3797,7 +3810,7 @@ class Controller:
         needs, cluster = self.cluster.needs, self.cluster
         required = None if cluster.required is None else len(plan.stages)
         plans = possible_plans(needs, offers, required, cluster.minimum or 1)
-        advice = plan_advice(needs, offers, plan, plans)
+        advice = plan_advice(needs, offers, plan, plans, cluster.local)
         with self._changed:
             if cluster.plan is plan:  # else it is void by now, and there is nothing to compare
                 cluster.plans, cluster.advice = plans, advice
@@ -7090,7 +7103,9 @@ class Coordinator:
         config = self.model.checkpoint.config
         needs = ModelNeeds(config, self.model.weights, args.slots, self.model.max_context)
         default_memory = args.target_node_memory_gb and int(args.target_node_memory_gb * GIB)
-        self.cluster = ClusterState(needs, args.plan, args.required_nodes, args.min_nodes, default_memory)
+        self.cluster = ClusterState(
+            needs, args.plan, args.required_nodes, args.min_nodes, default_memory, local=bool(args.local_nodes)
+        )
         on_wire = ModelOnWire(self.model.model_id, self.model.weights, self.model.wire_dtype)
         key = wire.token_key(args.token) if args.token else None
         self.controller = Controller(self.model.checkpoint, on_wire, self.cluster, key)

@@ -390,10 +390,10 @@ QUICK, SLOW, FAR = (
 )
 
 
-def advice_for(nodes, cost="even", required=None, needs=None):
+def advice_for(nodes, cost="even", required=None, needs=None, local=False):
     needs = needs or FakeNeeds([10**6] * 12)
     plan = make_plan(needs, nodes, cost, required, 1)
-    return plan_advice(needs, nodes, plan, possible_plans(needs, nodes, required, 1))
+    return plan_advice(needs, nodes, plan, possible_plans(needs, nodes, required, 1), local)
 
 
 def test_the_other_plans_side_by_side():
@@ -413,7 +413,8 @@ def test_the_other_plans_side_by_side():
 def test_advice_names_the_node_that_slows_the_cluster_down_and_the_option():
     fewer = advice_for([QUICK, SLOW], required=2)
     assert "one token takes 36.4 ms, and 12.2 ms without slow" in fewer and "12 layers on quick" in fewer
-    assert "--plan latency with --min-nodes 2" in fewer and "\n" not in fewer
+    assert fewer.endswith("--plan latency with --min-nodes 2, and no --max-nodes") and "\n" not in fewer
+    assert advice_for([QUICK, SLOW], required=2, local=True).endswith("Start the coordinator with --local-nodes 1")
 
     crowded = [NodeOffer("quick", "cpu", 9 * 1_200_000, 1.0, 0.2), SLOW]  # the model does not fit without the slow one
     uneven = advice_for(crowded, required=2)
@@ -422,6 +423,7 @@ def test_advice_names_the_node_that_slows_the_cluster_down_and_the_option():
     no_choice = [NodeOffer("a", "cpu", 7 * 1_200_000, 1.0, 0.2), NodeOffer("b", "cpu", 7 * 1_200_000, 1.0, 30.0)]
     link = advice_for(no_choice, required=2)
     assert "the link to b is slow: 30.0 of the 42.2 ms" in link and "cable" in link
+    assert advice_for(no_choice, required=2, local=True) is None
 
 
 def test_advice_is_given_only_where_it_matters():
