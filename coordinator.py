@@ -3396,9 +3396,8 @@ class Controller:
             # In a full backlog a good node's packet is dropped too, and its system tries again only after a second.
             self._server = socket.create_server((host, port), family=family, backlog=1024)
         except OSError as error:
-            raise StartupError(
-                f"cannot listen on {host} port {port} (--node-host, --node-port): {error.strerror or error}"
-            ) from None
+            reason = str(error.strerror or error).partition(" (while attempting")[0]  # Python names the address again
+            raise StartupError(f"cannot listen on {host} port {port} (--node-host, --node-port): {reason}") from None
         return self._server.getsockname()[1]
 
     def start(self) -> None:
@@ -6625,7 +6624,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
             super().__init__(address[:2], ConnectionHandler)
         except (OSError, OverflowError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise StartupError(f"The API cannot listen on {host} port {port}: {reason}.") from None
+            raise StartupError(f"cannot listen on {host} port {port} (--api-host, --api-port): {reason}") from None
 
     def server_bind(self) -> None:
         if self.address_family == socket.AF_INET6:
@@ -6866,6 +6865,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         if value is not None and not (low <= value and (high is None or value <= high)):
             flag = "--" + name.replace("_", "-")
             raise StartupError(f"{flag} {value}: must be at least {low}" + (f" and at most {high}" if high else ""))
+    if args.node_port == args.api_port != 0:
+        raise StartupError(f"--node-port and --api-port are both {args.api_port}: nodes and the API need a port each")
     if args.trust_remote_code:
         raise StartupError(
             "--trust-remote-code true: TrueCluster never runs code from a model folder; leave the flag out"
