@@ -632,7 +632,10 @@ class Worker(threading.Thread):
                 kernels = neighbours_kernels(shapes, kind, neighbours)
             if kernels is None:
                 kernels = quant.choose_kernels_with_copy(list(shapes), *kind)
-            for line in (kernels[1] or kernels[0]).report:
+            chosen = kernels[1] or kernels[0]
+            for line in chosen.measured:
+                log.debug("kernels: %s", line)
+            for line in chosen.decisions:
                 log.info("kernels: %s", line)
             self.known_kernels[key] = kernels
         return self.known_kernels[key]

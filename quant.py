@@ -667,7 +667,8 @@ class LayerKernels:
     """The choice for every (N, K) shape of one layer (or of a head), and how it came about."""
 
     choices: dict[tuple[int, int], KernelChoice]
-    report: tuple[str, ...] = ()  # a line per candidate, then the decisions
+    measured: tuple[str, ...] = ()  # a line per candidate
+    decisions: tuple[str, ...] = ()  # a line per shape, or one for all
 
 
 def _kernel(name):
@@ -703,7 +704,7 @@ def choose_kernels_with_copy(
 def _choose(shapes, quant, group_size, dtype, device, second_copy):
     device = torch.device(device)
     layer = {shape: _Sample(shape, quant, group_size, dtype, device) for shape in shapes}
-    candidates, report = {}, []
+    candidates, measured = {}, []
     for kernel in KERNELS:
         if not any(kernel.serves(sample.spec) for sample in layer.values()) or (kernel.second_copy and not second_copy):
             continue
@@ -713,28 +714,34 @@ def _choose(shapes, quant, group_size, dtype, device, second_copy):
             if kernel is REFERENCE:
                 raise
             reason = (str(error).splitlines() or [""])[0][:100]
-            report.append(f"{kernel.name}: left aside, {type(error).__name__}: {reason}")
-    kind = (quant, group_size, dtype, device.type)
+            measured.append(f"{kernel.name}: left aside, {type(error).__name__}: {reason}")
+    kind, place = (quant, group_size, dtype, device.type), f"{quant} ({dtype}) on {device}"
     if len(candidates) == 1:
-        report.append(f"{quant} ({dtype}) on {device}: {REFERENCE.name}, the only kernel here")
         only = KernelChoice(REFERENCE.name, REFERENCE.name, ANY_NUMBER, *kind)
-        return LayerKernels(dict.fromkeys(layer, only), tuple(report)), None
+        decision = f"{place}: {REFERENCE.name}, the only kernel here"
+        return LayerKernels(dict.fromkeys(layer, only), tuple(measured), (decision,)), None
     seconds = _measure(candidates, layer, device)
-    report += [f"{name}: {_in_words(by_shape)}" for name, by_shape in seconds.items()]
+    measured += [f"{name}: {_in_words(by_shape)}" for name, by_shape in seconds.items()]
     once, twice = {}, {}
     for shape, sample in layer.items():
         times = {name: by_shape[shape] for name, by_shape in seconds.items()}
         few, many = _pick(times, sample.spec, second_copy=False)
         once[shape] = KernelChoice(few.name, many.name, _threshold(times[few.name], times[many.name]), *kind)
-        report.append(f"{quant} ({dtype}) on {device}, {shape[0]} x {shape[1]}: {once[shape]}")
         if second_copy:
             many = _pick(times, sample.spec, second_copy=True)[1]
             twice[shape] = replace(once[shape], many=many.name, threshold=_threshold(times[few.name], times[many.name]))
-    kernels = LayerKernels(once, tuple(report))
+    kernels = LayerKernels(once, tuple(measured), _decisions(place, once))
     if not second_copy or _prefill_s(seconds, twice) >= WORTH_SWITCHING * _prefill_s(seconds, once):
         return kernels, None
-    report += [f"with a second copy, {rows} x {columns}: {choice}" for (rows, columns), choice in twice.items()]
-    return kernels, LayerKernels(twice, tuple(report))
+    decisions = kernels.decisions + _decisions("with a second copy", twice)
+    return kernels, LayerKernels(twice, kernels.measured, decisions)
+
+
+def _decisions(place, choices):
+    """What was chosen, a line per shape; one line when it is the same for all."""
+    if len({str(choice) for choice in choices.values()}) == 1:
+        return (f"{place}: {next(iter(choices.values()))}",)
+    return tuple(f"{place}, {rows} x {columns}: {choice}" for (rows, columns), choice in choices.items())
 
 
 def _prefill_s(seconds, choices):
@@ -764,8 +771,7 @@ def neighbours_choice(
         return None
     kind = (quant, group_size, dtype, device.type)
     made = {shape: KernelChoice(*route, *kind) for shape, route in choices.items()}
-    lines = [f"{shape[0]} x {shape[1]}: {choice}, as a neighbour has measured" for shape, choice in made.items()]
-    return LayerKernels(made, tuple(f"{quant} ({dtype}) on {device}, {line}" for line in lines))
+    return LayerKernels(made, decisions=_decisions(f"{quant} ({dtype}) on {device}, as a neighbour has measured", made))
 
 
 class _Sample:

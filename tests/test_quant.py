@@ -618,7 +618,7 @@ def test_kernels_that_fail_or_answer_garbage_are_left_aside_with_the_reason(monk
     assert {choice.few for choice in kernels.choices.values()} == {"dequantize"}
     assert {choice.many for choice in kernels.choices.values()} == {"dequantize"}
     for kernel in bad:
-        (line,) = [line for line in kernels.report if line.startswith(kernel.name + ":")]
+        (line,) = [line for line in kernels.measured if line.startswith(kernel.name + ":")]
         assert "left aside" in line
 
 
@@ -675,10 +675,13 @@ def test_every_shape_has_its_own_kernel(monkeypatch):
     monkeypatch.setattr(quant, "_measure", lambda candidates, layer, device: table)
     kernels = quant.choose_kernels(shapes, "int8", 64, "fp16", "cpu")
     assert [str(kernels.choices[shape]) for shape in shapes] == ["dequantize", "a"]
-    assert kernels.report[-2:] == (
+    assert [line.partition(":")[0] for line in kernels.measured] == ["dequantize", "a"]
+    assert kernels.decisions == (
         "int8 (fp16) on cpu, 64 x 64: dequantize",
         "int8 (fp16) on cpu, 128 x 64: a",
     )
+    table["a"] = {shape: dict(zip((1, 8, 64, 256), (0.2, 1, 8, 32))) for shape in shapes}
+    assert quant.choose_kernels(shapes, "int8", 64, "fp16", "cpu").decisions == ("int8 (fp16) on cpu: a",)
 
 
 def test_of_equals_for_few_tokens_the_one_that_is_quicker_for_many(monkeypatch):
