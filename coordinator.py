@@ -5846,6 +5846,7 @@ class Exchange:
         self.is_of_a_node = False
         self.route_name = "none"
         self.status = 0  # of the answer; 0 until it is sent
+        self.outcome = ""  # for the log, where the status does not tell how it ended
         self.keep_alive = False
 
     def run(self, route: Callable[[Exchange], Response | None]) -> bool:
@@ -5857,6 +5858,8 @@ class Exchange:
             return False
         except ApiError as error:
             self.is_of_a_node = isinstance(error, LostNode)
+            if self.incoming.ended:  # it may still listen
+                self.outcome = ", client went away within its request"
             response = error_response(error)
         except Exception as error:  # noqa: BLE001  any bug of ours becomes one log line and a 500
             log_unexpected(self.request_id, error)
@@ -5998,12 +6001,12 @@ class Exchange:
         milliseconds = (time.monotonic() - self.arrived) * 1000
         level = logging.DEBUG if self.route_name in QUIET_ROUTES else logging.INFO
         line = f'{self.request_id} {self.client} "{printable(method, 20)} {printable(target)}" {self.status}'
-        log.log(level, "%s %.0f ms", line, milliseconds)
+        log.log(level, "%s%s %.0f ms", line, self.outcome, milliseconds)
 
     def _log_gone(self) -> None:
         if self.head is not None:
             self.server.metrics.count("truecluster_http_cancelled_total")
-            self.status = CLIENT_CLOSED_STATUS
+            self.status, self.outcome = CLIENT_CLOSED_STATUS, ", client went away"
             self._log()
 
 
@@ -6454,6 +6457,7 @@ def stream_answer(exchange: Exchange, job: Job, deltas: Iterator[ChoiceDelta | N
         if not isinstance(error, ApiError):
             log_unexpected(exchange.request_id, error)
             error = ApiError.internal()
+        exchange.outcome = ", cut off"
         stream.end(sse_frame(error.body()) + "data: [DONE]\n\n")
         exchange.keep_alive = False
 

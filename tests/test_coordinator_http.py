@@ -1407,6 +1407,16 @@ def test_log_lines_cannot_be_forged_and_hold_no_prompt(server, caplog):
     assert "private" not in caplog.text
 
 
+def test_log_lines_say_what_a_status_does_not_tell(caplog):
+    with serving() as server:
+        exchange_raw(server, POST + b"Content-Length: 50\r\n\r\n{}", half_close=True)
+        server.service.engine.failure, server.service.engine.fail_after = ApiError.not_ready("It ends."), 3
+        assert chat(server, stream=True).status == 200
+        wait_until(lambda: not server.under_way)
+    assert re.search('"POST .*" 400, client went away within its request [0-9]+ ms', caplog.text)
+    assert re.search('"POST .*" 200, cut off [0-9]+ ms', caplog.text)
+
+
 def test_printable():
     assert printable("a\r\nb\x1b[0mé\u2028") == "a\\r\\nb\\x1b[0m\\xe9\\u2028"
     assert len(printable("x" * 1000)) == 200
