@@ -6793,7 +6793,7 @@ FLAGS = (
             "help": "fp16: not quantized, stored in --dtype (fp16)",
         },
     ),
-    ("--group-size", {"type": int, "choices": (32, 64, 128), "default": 64, "help": "weights per scale in int4 (64)"}),
+    ("--group-size", {"type": int, "choices": (32, 64, 128), "help": "weights per scale, with --quant int4 (64)"}),
     (
         "--dtype",
         {
@@ -6859,7 +6859,8 @@ class FlagParser(argparse.ArgumentParser):
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The flags, checked; raises StartupError."""
     parser = FlagParser(
-        description="TrueCluster's coordinator: reads a model, spreads its layers over nodes, serves an OpenAI API."
+        description="TrueCluster's coordinator: reads a model, spreads its layers over nodes, serves an OpenAI API.",
+        allow_abbrev=False,
     )
     for flag, keywords in FLAGS:
         parser.add_argument(flag, **keywords)
@@ -6871,6 +6872,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             raise StartupError(f"{flag} {value}: must be at least {low}" + (f" and at most {high}" if high else ""))
     if args.node_port == args.api_port != 0:
         raise StartupError(f"--node-port and --api-port are both {args.api_port}: nodes and the API need a port each")
+    if args.group_size is not None and args.quant != "int4":
+        raise StartupError(f"--group-size {args.group_size}: only --quant int4 has groups")
+    args.group_size = args.group_size or 64
     if args.trust_remote_code:
         raise StartupError(
             "--trust-remote-code true: TrueCluster never runs code from a model folder; leave the flag out"
@@ -6897,8 +6901,10 @@ def read_secret(value: str | None, path: str | None, variable: str) -> str | Non
     if path:
         try:
             value = Path(path).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise StartupError(f"--token-file {path}: cannot be read ({error})") from None
+        except OSError as error:
+            raise StartupError(f"--token-file {path}: cannot be read ({error.strerror or error})") from None
+        except UnicodeDecodeError:
+            raise StartupError(f"--token-file {path}: is not a text file") from None
         if not value:
             raise StartupError(f"--token-file {path}: is empty")
     return value or os.environ.get(variable) or None
@@ -7154,9 +7160,12 @@ class Coordinator:
             print(f"start nodes with: python node.py --host {machine_address()} --port {node_port}{token}")
         sys.stdout.flush()
         if not args.token:
-            log.warning("no --token: the node port is open to anyone who can reach it")
+            log.warning(
+                "no --token: the node port is open to anyone who can reach it; give coordinator and nodes the same "
+                "--token-file or TRUECLUSTER_TOKEN"
+            )
         if not args.api_key and not is_loopback(args.api_host):
-            log.warning("no --api-key: the HTTP API is open to anyone who can reach it")
+            log.warning("no --api-key: the HTTP API is open to anyone who can reach it; set TRUECLUSTER_API_KEY")
 
     def run(self) -> int:
         """Serves until a signal comes; a second one ends the process at once."""

@@ -1366,10 +1366,12 @@ def read_token(token: str | None, token_file: str | None) -> str | None:
     if token_file:
         try:
             token = Path(token_file).read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"cannot read --token-file {token_file}: {error}") from None
+        except OSError as error:
+            raise UsageError(f"--token-file {token_file}: cannot be read ({error.strerror or error})") from None
+        except UnicodeDecodeError:
+            raise UsageError(f"--token-file {token_file}: is not a text file") from None
         if not token:
-            raise UsageError(f"--token-file {token_file} is empty")
+            raise UsageError(f"--token-file {token_file}: is empty")
     return token or os.environ.get("TRUECLUSTER_TOKEN") or None
 
 
@@ -1393,7 +1395,8 @@ class FlagParser(argparse.ArgumentParser):
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = FlagParser(
-        description="A TrueCluster node: connects to a coordinator and computes the layers it is given."
+        description="A TrueCluster node: connects to a coordinator and computes the layers it is given.",
+        allow_abbrev=False,
     )
     parser.add_argument("--host", "--cluster-host", help="the coordinator's name or address")
     parser.add_argument("--port", "--cluster-port", type=int, default=7001, help="the coordinator's --node-port (7001)")

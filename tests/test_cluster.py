@@ -251,7 +251,7 @@ def test_status_health_and_metrics(fp16_cluster):
     status = fp16_cluster.status()
     assert (status["state"], status["ready_nodes"], status["required_nodes"]) == ("ready", 2, 2)
     assert status["nodes_authenticated"] is False
-    assert "no --token: the node port is open to anyone who can reach it" in fp16_cluster.coordinator.output
+    assert "no --token: the node port is open to anyone who can reach it; give" in fp16_cluster.coordinator.output
     assert {node["state"] for node in status["nodes"]} == {"ready"}
     assert all(node["layer_ms"]["1"] > 0 and node["weight_bytes"] > 0 for node in status["nodes"])
     fp16_cluster.complete("Count", max_tokens=20, ignore_eos=True, prompt_lookup=False)
@@ -504,11 +504,13 @@ BAD_FLAGS = [
     (["--max-context", "4096"], "at most 1024 tokens"),
     (["--trust-remote-code", "true"], "never runs code"),
     (["--token", "a", "--token-file", "b"], "--token or --token-file"),
-    (["--token-file", "/no/such/file"], "--token-file /no/such/file"),
+    (["--token-file", "/no/such/file"], "--token-file /no/such/file: cannot be read (No such file or directory)"),
     (["--token", ""], "--token: is empty"),
     (["--api-key", ""], "--api-key: is empty"),
     (["--node-host", "256.1.1.1"], "--node-host"),
     (["--nodes", "2"], "unrecognized arguments: --nodes 2"),
+    (["--local", "2"], "unrecognized arguments: --local 2"),
+    (["--quant", "int8", "--group-size", "32"], "--group-size 32: only --quant int4 has groups"),
     (["--quant", "int3"], "--quant: invalid choice: 'int3'"),
 ]
 

@@ -562,7 +562,7 @@ def start_node(*flags: str, cwd=ROOT, **env: str) -> Program:
         (["--host", "127.0.0.1", "--threads", "0"], "--threads 0"),
         (["--host", "127.0.0.1", "--max-memory-gb", "-1"], "--max-memory-gb"),
         (["--host", "127.0.0.1", "--cache-gb", "-1"], "--cache-gb -1.0: 0 (no cache) or more"),
-        (["--host", "127.0.0.1", "--token-file", "/nowhere"], "--token-file /nowhere"),
+        (["--host", "127.0.0.1", "--token-file", "/nowhere"], "--token-file /nowhere: cannot be read (No such file"),
         (["--host", "127.0.0.1", "--token", ""], "--token is empty"),
         (["--host", "127.0.0.1", "--work-dir", "/proc/nowhere"], "--work-dir /proc/nowhere is not writable"),
         ([], "--host is required"),
@@ -571,6 +571,7 @@ def start_node(*flags: str, cwd=ROOT, **env: str) -> Program:
         (["--host", "[fe80::1%eth0]:7001"], "give --host fe80::1%eth0 --port 7001"),
         (["--host", "[::1]"], "--host [::1]: give --host ::1"),
         (["--host", "127.0.0.1", "--gpu"], "unrecognized arguments: --gpu"),
+        (["--host", "127.0.0.1", "--max", "3"], "unrecognized arguments: --max 3"),
         (["--host", "127.0.0.1", "--port", "api"], "--port/--cluster-port: invalid int value: 'api'"),
     ],
 )
