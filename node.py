@@ -21,6 +21,7 @@ Threads, and what each owns:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import functools
 import hashlib
@@ -205,6 +206,21 @@ def lock_file(path: Path):
         handle.close()
         return None
     return handle
+
+
+LOCK_FILE = re.compile(r".+-\d+\.lock")  # as claim_node_id names them
+
+
+def delete_free_locks(work_dir: Path) -> None:
+    """Deletes the lock files that no running node holds. They are empty; others of such a name are not ours."""
+    for path in work_dir.glob("*.lock"):
+        with contextlib.suppress(OSError):  # of another user, or deleted meanwhile: it stays
+            if not LOCK_FILE.fullmatch(path.name) or path.lstat().st_size:
+                continue
+            lock = lock_file(path)
+            if lock is not None:
+                lock.close()  # first, since Windows deletes no open file
+                path.unlink()
 
 
 def claim_node_id(work_dir: Path, hostname: str):
@@ -1439,12 +1455,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def forget(work_dir: str) -> int:
-    """node.py --forget: deletes the cached weights; returns the exit code."""
+    """node.py --forget: deletes the cached weights and unused lock files; returns the exit code."""
     cache = weight_cache(work_dir, 0)
     try:
         files, nbytes, left = cache.forget()
     except OSError as error:
         raise UsageError(f"{cache.folder} cannot be read ({error.strerror})") from None
+    delete_free_locks(Path(work_dir).expanduser())
     print(f"{files} cached tensors deleted from {cache.folder}, {nbytes / 1e6:.1f} MB freed")
     if left:
         raise UsageError(f"{left} files in {cache.folder} could not be deleted: in use, or of another user")

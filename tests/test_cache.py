@@ -199,7 +199,10 @@ def test_forget_deletes_the_caches_files_and_no_others(tmp_path, capsys):
     foreign.append(tmp_path / "box-0.lock")
     for path in foreign:
         path.write_text("mine")
+    unused, held = tmp_path / "box-1.lock", node.claim_node_id(tmp_path, "my-box")
+    unused.touch()
     assert node.main(["--forget", "--work-dir", str(tmp_path)]) == node.EXIT_OK
+    assert not unused.exists() and node.claim_node_id(tmp_path, "my-box")[0] == "my-box-1" != held[0]
     freed = (2 * FILE_BYTES + len(DATA)) / 1e6
     assert f"3 cached tensors deleted from {cache.folder}, {freed:.1f} MB freed" in capsys.readouterr().out
     assert sorted(cache.folder.iterdir()) == sorted(foreign[:-1]) and all(path.exists() for path in foreign)
