@@ -2150,18 +2150,28 @@ class StageForecast:
         return max(0.0, low_ms + (rows - low) * (high_ms - low_ms) / (high - low))
 
 
+def busiest_ms(stages: list[StageForecast], stage_ms: list[float]) -> float:
+    """What a pass takes of the time of the machine that it keeps busy the longest."""
+    of_machines: dict[object, float] = {}
+    for stage, ms in zip(stages, stage_ms):
+        of_machines[stage.machine] = of_machines.get(stage.machine, 0.0) + ms
+    return max(of_machines.values())
+
+
 def prefill_chunk(tokens: int, stages: list[StageForecast]) -> int:
     """Rows of the passes in which a prompt of so many tokens is through all stages soonest.
 
     Large chunks waste least; small ones let the stages begin, and end, together: the first chunk passes all of them,
-    then the slowest lets one through at a time.
+    then the busiest machine lets one through at a time. Of about equal ones the smallest: other requests wait for it.
     """
-
-    def total_ms(rows: int) -> float:
+    if len(stages) == 1:
+        return PREFILL_CHUNK
+    total_ms = {}
+    for rows in PREFILL_CHUNKS:
         stage_ms = [stage.ms(min(rows, tokens)) for stage in stages]
-        return sum(stage_ms) + (math.ceil(tokens / rows) - 1) * max(stage_ms)
-
-    return PREFILL_CHUNK if len(stages) == 1 else min(reversed(PREFILL_CHUNKS), key=total_ms)
+        total_ms[rows] = sum(stage_ms) + (math.ceil(tokens / rows) - 1) * busiest_ms(stages, stage_ms)
+    enough = 1.05 * min(total_ms.values())
+    return min(rows for rows, ms in total_ms.items() if ms <= enough)
 
 
 def decode_groups(sequences: int, stages: list[StageForecast]) -> int:
@@ -2173,13 +2183,12 @@ def decode_groups(sequences: int, stages: list[StageForecast]) -> int:
     most = min(sequences, len(stages))
     if most == 1:
         return 1
-    machines = {stage.machine for stage in stages}
 
     def token_ms(groups: int) -> float:
         rows = math.ceil(sequences / groups)
-        there_and_back = sum(stage.ms(rows) + stage.link_ms for stage in stages)
-        busiest = max(sum(stage.ms(rows) for stage in stages if stage.machine == machine) for machine in machines)
-        return max(there_and_back, groups * busiest)
+        stage_ms = [stage.ms(rows) for stage in stages]
+        there_and_back = sum(stage_ms) + sum(stage.link_ms for stage in stages)
+        return max(there_and_back, groups * busiest_ms(stages, stage_ms))
 
     best = min(range(1, most + 1), key=token_ms)
     return best if token_ms(best) < 0.9 * token_ms(1) else 1
@@ -3783,7 +3792,9 @@ class Controller:
     def _forecast(self, stage: StagePlan) -> StageForecast:
         node = self.cluster.nodes[stage.node_id]
         layers_ms = {rows: stage.layers * ms for rows, ms in node.measured["layer_ms"].items()}
-        return StageForecast(layers_ms, stage.link_ms, node.memory_pool)
+        # a node that has one thread has, as a rule, a core of its own
+        machine = node.node_id if node.measured["kernels"]["threads"] == 1 else node.memory_pool
+        return StageForecast(layers_ms, stage.link_ms, machine)
 
     def _deliver(self, request: Pass, hidden_states: torch.Tensor | None, error: str | None) -> None:
         self.deliver(request, hidden_states, error)
