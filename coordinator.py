@@ -4019,8 +4019,7 @@ def kernels_in_words(kernels: dict) -> str:
     """MEASURED's kernels for one token and for many, by the shapes that they serve where these differ."""
     shapes: dict[str, list[str]] = {}
     for choice in kernels["choices"]:
-        few, many = choice["few"], choice["many"]
-        words = few if few == many else f"{few} up to {choice['threshold']} tokens, {many} beyond"
+        words = quant.split_in_words(choice["few"], choice["many"], choice["threshold"])
         shapes.setdefault(words, []).append("x".join(map(str, choice["shape"])))
     if len(shapes) == 1:
         return next(iter(shapes))

@@ -659,7 +659,12 @@ class KernelChoice:
         return _kept_nbytes(self.kernels(spec), spec)
 
     def __str__(self) -> str:
-        return self.few if self.few == self.many else f"{self.few} up to {self.threshold} tokens, {self.many} beyond"
+        return split_in_words(self.few, self.many, self.threshold)
+
+
+def split_in_words(few: str, many: str, threshold: int) -> str:
+    """Which kernel serves how many tokens."""
+    return few if few == many else f"{few} up to {threshold} tokens, {many} beyond"
 
 
 @dataclass(frozen=True)
