@@ -29,15 +29,15 @@ import torch
 import torch.nn.functional as F
 
 # Part of a tensor's cache key: raise it whenever quantize() would give other bytes for the same weight.
-ALGORITHM_VERSION = 1
+ALGORITHM_VERSION = 2
 
 FLOAT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 PART_DTYPES = {**FLOAT_DTYPES, "int8": torch.int8, "uint8": torch.uint8}
 GROUP_SIZES = (32, 64, 128)
 
-# quantize(): fp32 bytes of one block of rows, so that the passes over it stay in the cache
+# quantize(): fp32 bytes of one block, so that the passes over it stay in the cache
 BLOCK_BYTES = 1024 * 1024
-LEAST_SQUARES_STEPS = 2
+INT4_BLOCK_ROWS = 256
 RANGE_WIDTHS = (1.0, 0.9, 0.8)  # of the group's range; narrower ones cut its extremes off for finer steps elsewhere
 SMALLEST_UNIT = 1e-36  # a group whose steps would be finer is constant: the inverse would overflow
 BF16_MAX = torch.finfo(torch.bfloat16).max
@@ -76,13 +76,14 @@ def quantize(
     rows, columns = weight.shape
     layout = stored_parts(rows, columns, quant, group_size, dtype)
     parts = {suffix: torch.empty(shape, dtype=PART_DTYPES[name]) for suffix, (name, shape) in layout.items()}
+    if quant == "int4":
+        _quantize_int4(weight, parts, group_size, importance)
+        return parts
     step = max(1, BLOCK_BYTES // (4 * columns))
     for start in range(0, rows, step):
         block = weight[start : start + step].to(torch.float32)
         block_parts = _rows_of(parts, start, start + step)
-        if quant == "int4":
-            _int4_block(block, block_parts, importance)
-        elif quant == "int8":
+        if quant == "int8":
             _int8_block(block, block_parts)
         else:
             _store_block(block, block_parts)
@@ -96,73 +97,100 @@ def _store_block(block, parts):
 
 
 def _int8_block(block, parts):
-    scale = block.abs().amax(dim=1).div_(127)
+    q, scale = _int8_codes(block)
     _require_finite(scale)
-    parts[".scale"].copy_(scale)
-    divisor = torch.where(scale == 0, 1.0, scale)
-    parts[".q"].copy_(block.div(divisor[:, None]).round_().clamp_(-127, 127))
+    parts[".scale"].copy_(scale[:, 0])
+    parts[".q"].copy_(q)
 
 
-def _int4_block(block, parts, importance):
-    rows, groups = parts[".scale"].shape
-    group_size = parts[".q"].shape[1] * 2 // groups
-    padding = groups * group_size - block.shape[1]
-    share = torch.ones(1, block.shape[1]) if importance is None else importance.to(torch.float32)[None]
+def _int8_codes(block):
+    """fp32 [N, K] -> whole numbers in -127..127 (as fp32) and the scales [N, 1]."""
+    scale = block.abs().amax(dim=1, keepdim=True).div_(127)
+    return block.div(torch.where(scale == 0, 1.0, scale)).round_().clamp_(-127, 127), scale
+
+
+def int8_values(weight: torch.Tensor) -> torch.Tensor:
+    """fp32 [N, K] -> what its int8 form stands for: dequantize(quantize(weight, "int8")), without storing it."""
+    q, scale = _int8_codes(weight)
+    return q.mul_(scale)
+
+
+def _quantize_int4(weight, parts, group_size, importance):
+    """Block by block, each turned so that its rows lie side by side: sums over a group are then vectorised."""
+    rows, columns = weight.shape
+    groups = parts[".scale"].shape[1]
+    share = torch.ones(columns) if importance is None else importance.to(torch.float32)
+    padding = groups * group_size - columns
     if padding:  # with the last input repeated, which leaves the range of its group as it is; it counts for nothing
-        block = torch.cat([block, block[:, -1:].expand(rows, padding)], dim=1)
-        share = torch.cat([share, torch.zeros(1, padding)], dim=1)
-    share = share.view(groups, group_size).T
-    share = (share / share.sum(dim=0)).repeat(1, rows)
-    # [group_size, rows * groups]: a sum over a group is then a sum of long rows, which is vectorised
-    q, scale, zero = _fit_groups(block.reshape(rows * groups, group_size).T.contiguous(), share)
-    parts[".scale"].copy_(scale.view(rows, groups))
-    parts[".zero"].copy_(zero.view(rows, groups))
-    q = q.T.reshape(rows, -1, 2)
-    torch.bitwise_or(q[..., 0], q[..., 1] << 4, out=parts[".q"])
+        weight = torch.cat([weight, weight[:, -1:].expand(rows, padding)], dim=1)
+        share = torch.cat([share, torch.zeros(padding)])
+    share = share.view(groups, 1, group_size)
+    share = share / share.sum(dim=2, keepdim=True)
+    step = max(1, BLOCK_BYTES // (4 * INT4_BLOCK_ROWS * group_size))
+    memory = torch.empty(3, step * group_size * min(rows, INT4_BLOCK_ROWS))
+    for first in range(0, groups, step):
+        some = slice(first, min(first + step, groups))
+        inputs = slice(some.start * group_size, some.stop * group_size)
+        for start in range(0, rows, INT4_BLOCK_ROWS):
+            block = weight[start : start + INT4_BLOCK_ROWS, inputs]
+            t, u, products = memory[:, : block.numel()].view(3, -1, group_size, len(block))
+            t.view(block.T.shape).copy_(block.T)
+            scale, zero = _fit_groups(t, u, products, share[some])
+            block_parts = _rows_of(parts, start, start + INT4_BLOCK_ROWS)
+            block_parts[".scale"][:, some].copy_(scale[:, 0].T)
+            block_parts[".zero"][:, some].copy_(zero[:, 0].T)
+            pairs = torch.add(u[:, 0::2], u[:, 1::2], alpha=16, out=products[:, : group_size // 2]).add_(8 + 8 * 16)
+            pairs = pairs.to(torch.uint8).view(-1, len(block))
+            block_parts[".q"][:, inputs.start // 2 : inputs.stop // 2].copy_(pairs.T)
 
 
-def _fit_groups(w, share):
-    """Columns of w [group_size, n] -> q uint8 [group_size, n], scale and zero bf16 [n] of small squared error.
+def _fit_groups(t, u, products, share):
+    """Weights t [groups, group_size, rows] -> scale and zero, bf16 values as fp32 [groups, 1, rows], of small squared
+    error, and the codes u = q - 8 (as fp32, written into u).
 
-    share [group_size, n]: how much each error counts, 1 in sum over a column. From ranges of different widths, least
-    squares alternates: given the codes u = q - 8 the best scale and zero have a closed form, given these the best codes
-    are the nearest. Scale and zero are then rounded to bf16, the nearest codes taken once more, and the start with the
-    least error is kept. All in units of the full range's scale around its middle, so that no sum can overflow.
+    share [groups, 1, group_size]: how much each input's error counts, 1 in sum. t and products are overwritten. From
+    ranges of different widths, one step of least squares: given the codes the best scale and zero have a closed form,
+    given these the best codes are the nearest. The start with the least error takes another step, scale and zero are
+    rounded to bf16, and the nearest codes taken once more. All in units of the full range's scale around its middle,
+    so that no sum can overflow.
     """
-    low, high = torch.aminmax(w, dim=0)
+    low, high = t.amin(dim=1, keepdim=True), t.amax(dim=1, keepdim=True)
     _require_finite(low)
     _require_finite(high)
     unit = high / 15 - low / 15
     unit = torch.where(unit > SMALLEST_UNIT, unit, 0.0)
     per_unit = torch.where(unit > 0, 1 / unit, 0.0)
     middle = low / 2 + high / 2
-    t = w.sub_(middle).mul_(per_unit)  # -7.5..7.5
-    u, weighted, products = torch.empty_like(t), torch.empty_like(t), torch.empty_like(t)
-    t_mean = torch.mul(t, share, out=products).sum(dim=0)
-    least, best_scale, best_zero = torch.full_like(unit, math.inf), unit, middle
+    t.sub_(middle).mul_(per_unit)  # -7.5..7.5
+    t_mean = torch.bmm(share, t)
+    best = None
     for width in RANGE_WIDTHS:
         scale, zero = torch.full_like(unit, width), torch.full_like(unit, width / 2)
-        for _ in range(LEAST_SQUARES_STEPS):
-            _nearest_codes(t, scale, zero, out=u)
-            u_mean = torch.mul(u, share, out=weighted).sum(dim=0)
-            variance = torch.mul(u, weighted, out=products).sum(dim=0).sub_(u_mean.square())
-            covariance = torch.mul(t, weighted, out=products).sum(dim=0).sub_(u_mean * t_mean)
-            scale = torch.where((variance > 1e-6) & (covariance > 0), covariance / variance, scale)
-            zero = t_mean - scale * u_mean
-        stored_scale, stored_zero = _to_bf16(unit * scale), _to_bf16(middle + unit * zero)
-        scale, zero = stored_scale * per_unit, (stored_zero - middle) * per_unit
-        _nearest_codes(t, scale, zero, out=u)
-        error = u.mul_(scale).add_(zero).sub_(t).square_().mul_(share).sum(dim=0)
-        better = error < least
-        least = torch.where(better, error, least)
-        best_scale = torch.where(better, stored_scale, best_scale)
-        best_zero = torch.where(better, stored_zero, best_zero)
-    _nearest_codes(t, best_scale * per_unit, (best_zero - middle) * per_unit, out=u)
-    return u.add_(8).to(torch.uint8), best_scale, best_zero
+        start = _least_squares(t, t_mean, share, scale, zero, u, products)
+        if best is not None:
+            is_better = start[2] > best[2]
+            start = [torch.where(is_better, of_start, of_best) for of_start, of_best in zip(start, best)]
+        best = start
+    scale, zero, _ = _least_squares(t, t_mean, share, best[0], best[1], u, products)
+    scale, zero = _to_bf16(unit * scale), _to_bf16(middle + unit * zero)
+    _nearest_codes(t, torch.where(unit > 0, scale * per_unit, 1.0), (zero - middle) * per_unit, out=u)
+    return scale, zero
+
+
+def _least_squares(t, t_mean, share, scale, zero, u, products):
+    """(scale, zero, gain): the best ones for the codes that are nearest with the given ones, and the variance of t that
+    they explain."""
+    _nearest_codes(t, scale, zero, out=u)
+    u_mean = torch.bmm(share, u)
+    variance = torch.bmm(share, torch.square(u, out=products)).sub_(u_mean.square())
+    covariance = torch.bmm(share, u.mul_(t)).sub_(u_mean * t_mean)
+    scale = torch.where((variance > 1e-6) & (covariance > 0), covariance / variance, scale)
+    return scale, t_mean - scale * u_mean, scale * (2 * covariance - scale * variance)
 
 
 def _nearest_codes(t, scale, zero, out):
-    torch.sub(t, zero, out=out).mul_(torch.where(scale > 0, 1 / scale, 0.0)).round_().clamp_(-8, 7)
+    per_scale = 1 / scale
+    torch.addcmul(-zero * per_scale, t, per_scale, out=out).round_().clamp_(-8, 7)
 
 
 def _to_bf16(values):
