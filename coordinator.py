@@ -2944,8 +2944,8 @@ class Checkpoint:
         for i in range(self.config.num_hidden_layers):
             layer = qwen.DecoderLayer(self.config, i, unquantized, torch.device("cpu"))
             prefix = f"model.layers.{i}."
-            for norm, weight in layer.norms.items():
-                weight.copy_(self.tensor(f"{prefix}{norm}.weight"))
+            for name, norm in layer.norms.items():
+                norm.weight.copy_(self.tensor(f"{prefix}{name}.weight"))
             for merged, parts in qwen.LINEARS.items():
                 weights = [self.tensor(f"{prefix}{part}.weight") for part in parts]
                 biases = [self.tensor(f"{prefix}{part}.bias") for part in parts if part in qwen.BIASED]
@@ -3318,7 +3318,7 @@ class Pipeline:
         raw = b"" if frame.raw is None else frame.raw
         rows = request.kept_rows if last else len(request.slots)
         hidden_states = wire.unpack_hidden_states(raw, rows, self.hidden_size, self.wire_dtype)
-        if request.not_finite is None and not torch.isfinite(hidden_states).all():
+        if request.not_finite is None and not math.isfinite(wire.largest_magnitude(hidden_states)):
             request.not_finite = link.node_id
         if not last:
             request.stage += 1

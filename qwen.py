@@ -18,6 +18,7 @@ Parameters carry the names of the checkpoint. Sources: transformers models/qwen2
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import asdict, dataclass, fields
 
@@ -382,9 +383,27 @@ class KVCache:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, in fp32 (arXiv:1910.07467). [R, H] -> [R, H]."""
-    return F.rms_norm(hidden_states, (hidden_states.shape[-1],), weight, eps)
+class RMSNorm:
+    """x / sqrt(mean(x^2) + eps) * weight, in fp32 (arXiv:1910.07467). `weight` [H] is filled before the first call."""
+
+    def __init__(self, weight: torch.Tensor, eps: float):
+        self.weight, self.eps = weight, eps
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[R, H] -> [R, H]."""
+        if hidden_states.device.type != "cpu":
+            return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+        # There F.rms_norm is eight small operators. These are four: sqrt(sum(x^2) + H eps) is a hypotenuse.
+        length = torch.linalg.vector_norm(hidden_states, dim=-1, keepdim=True)
+        return (hidden_states * self._scaled_weight).div_(torch.hypot(length, self._least_length))
+
+    @functools.cached_property
+    def _scaled_weight(self) -> torch.Tensor:
+        return self.weight * math.sqrt(len(self.weight))
+
+    @functools.cached_property
+    def _least_length(self) -> torch.Tensor:
+        return torch.tensor(math.sqrt(len(self.weight) * self.eps))
 
 
 class Rope:
@@ -481,12 +500,13 @@ class DecoderLayer:
         self.config = config
         self.device = device
         self.dtype = activation_dtype(weights, device.type)
-        self.norms = {norm: torch.empty(config.hidden_size, device=device) for norm in NORMS}
+        hidden_size, eps = config.hidden_size, config.rms_norm_eps
+        self.norms = {norm: RMSNorm(torch.empty(hidden_size, device=device), eps) for norm in NORMS}
         self.linears: dict[str, quant.Linear] = {}
         self.destinations: dict[str, torch.Tensor] = {}  # {stored tensor name: a view of where it goes}
         prefix = f"model.layers.{i}."
-        for norm, tensor in self.norms.items():
-            self.destinations[f"{prefix}{norm}.weight"] = tensor
+        for name, norm in self.norms.items():
+            self.destinations[f"{prefix}{name}.weight"] = norm.weight
         shapes = linear_shapes(config)
         for merged, (out_features, in_features) in merged_linear_shapes(config).items():
             weight = quant.Weight(out_features, in_features, weights.quant, weights.group_size, weights.dtype, device)
@@ -509,7 +529,8 @@ class DecoderLayer:
 
     @property
     def nbytes(self) -> int:
-        return sum(linear.nbytes for linear in self.linears.values()) + sum(t.nbytes for t in self.norms.values())
+        norms = sum(norm.weight.nbytes for norm in self.norms.values())
+        return norms + sum(linear.nbytes for linear in self.linears.values())
 
     def new_cache(self, max_context: int) -> KVCache:
         """The cache that this kind of layer needs for one slot."""
@@ -518,11 +539,11 @@ class DecoderLayer:
 
     def forward(self, hidden_states, segments: list[Segment], caches: list[KVCache], cos, sin) -> torch.Tensor:
         """[R, H] fp32 -> [R, H] fp32; caches[j] belongs to segments[j] and is already cut to its position."""
-        config, eps = self.config, self.config.rms_norm_eps
+        config = self.config
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         rows = hidden_states.shape[0]
 
-        x = rms_norm(hidden_states, self.norms["input_layernorm"], eps)
+        x = self.norms["input_layernorm"](hidden_states)
         qkv = self.linears["qkv_proj"](x.to(self.dtype)).view(rows, heads + 2 * kv_heads, head_dim)
         qkv = rotate(qkv.float(), cos, sin).to(self.dtype)
         q = qkv[:, :heads]  # [R, H, D]
@@ -534,7 +555,7 @@ class DecoderLayer:
         attended = attended[0] if len(attended) == 1 else torch.cat(attended)  # [R, H * D]
         hidden_states = hidden_states + self.linears["o_proj"](attended).float()
 
-        x = rms_norm(hidden_states, self.norms["post_attention_layernorm"], eps)
+        x = self.norms["post_attention_layernorm"](hidden_states)
         gate, up = self.linears["gate_up_proj"](x.to(self.dtype)).float().chunk(2, dim=-1)
         return hidden_states + self._down(F.silu(gate) * up)
 
@@ -659,17 +680,14 @@ class Ends:
         self.config = config
         self.weights = weights
         self.embed_tokens = embed_tokens
-        self.norm = norm.float()
+        self.norm = RMSNorm(norm.float(), config.rms_norm_eps)
         self.lm_head = lm_head
 
     def embed(self, token_ids: list[int]) -> torch.Tensor:
         """[R] ids -> [R, H] fp32. In the quantized modes rows have the values of their int8 form."""
         rows = self.embed_tokens[torch.tensor(token_ids)].float()
-        if self.weights.quant == "fp16":
-            return rows
-        parts = quant.quantize(rows, "int8", self.weights.group_size, self.weights.dtype)
-        return quant.dequantize(parts, "int8", self.weights.group_size, rows.shape[1])
+        return rows if self.weights.quant == "fp16" else quant.int8_values(rows)
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[R, H] after the last layer -> [R, V] fp32."""
-        return self.lm_head(rms_norm(hidden_states, self.norm, self.config.rms_norm_eps)).float()
+        return self.lm_head(self.norm(hidden_states)).float()

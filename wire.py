@@ -572,6 +572,11 @@ def tensor_buffer(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
+def largest_magnitude(tensor: torch.Tensor) -> float:
+    """The largest absolute value; NaN if one of them is, 0.0 for an empty tensor."""
+    return float(tensor.abs().amax()) if tensor.numel() else 0.0
+
+
 def hidden_states_nbytes(rows: int, hidden_size: int, wire_dtype: str) -> int:
     """Bytes of [rows, hidden_size] hidden states on the wire; fp16 has one exponent byte per row before the data."""
     exponents = rows if wire_dtype == "fp16" else 0
@@ -587,7 +592,7 @@ def pack_hidden_states(hidden_states: torch.Tensor, wire_dtype: str) -> list[mem
     if wire_dtype != "fp16":
         return [tensor_buffer(hidden_states.to(DTYPES[wire_dtype]).contiguous())]
     x = hidden_states.float()
-    if (x.abs() <= _FP16_MAX).all():  # nearly always: no row needs an exponent
+    if largest_magnitude(x) <= _FP16_MAX:  # nearly always: no row needs an exponent
         return [memoryview(bytes(len(x))), tensor_buffer(x.to(torch.float16).contiguous())]
     largest = torch.where(x.isfinite(), x.abs(), 0.0).amax(dim=1)  # [R]
     exponents = torch.where(largest > _FP16_MAX, torch.frexp(largest).exponent - 15, 0)  # largest -> 2**14 .. 2**15
@@ -605,13 +610,15 @@ def unpack_hidden_states(buffer, rows: int, hidden_size: int, wire_dtype: str) -
         raise ValueError(f"{len(view)} bytes are not {wire_dtype} [{rows}, {hidden_size}]")
     if rows == 0:
         return torch.empty(0, hidden_size)
-    data = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
     if wire_dtype != "fp16":
-        return data.view(DTYPES[wire_dtype]).view(rows, hidden_size).float()
-    exponents = data[:rows].view(torch.int8).long()
-    # clone: behind an odd number of exponents the fp16 values are not aligned
-    values = data[rows:].clone().view(torch.float16).view(rows, hidden_size)
-    return values.float() * _POWERS[128 + exponents, None] if exponents.any() else values.float()
+        data = bytearray(view) if view.readonly else view
+        return torch.frombuffer(data, dtype=DTYPES[wire_dtype]).view(rows, hidden_size).float()
+    # a copy: behind an odd number of exponents the values are not aligned
+    values = torch.frombuffer(bytearray(view[rows:]), dtype=torch.float16).view(rows, hidden_size).float()
+    exponents = bytearray(view[:rows])
+    if not any(exponents):
+        return values
+    return values * _POWERS[128 + torch.frombuffer(exponents, dtype=torch.int8).long(), None]
 
 
 # ----------------------------------------------------------------------------
@@ -620,6 +627,7 @@ def unpack_hidden_states(buffer, rows: int, hidden_size: int, wire_dtype: str) -
 
 _LENGTH_NBYTES = 8
 _MAC_NBYTES = 32
+_READ_AHEAD_NBYTES = 16 * 1024
 _SCRATCH_NBYTES = 64 * 1024  # dropped raw bytes pass through this much memory; small frames are joined up to it
 _MAX_BUFFERS = 512  # buffers of one sendmsg; IOV_MAX is 1024 on Linux and macOS
 
@@ -688,6 +696,8 @@ class Connection:
         self._send_lock = threading.Lock()
         self._send_key = self._receive_key = None
         self._deadline = None  # of the frame being received: (monotonic end, seconds)
+        self._read_ahead = memoryview(bytearray(_READ_AHEAD_NBYTES))
+        self._unread = self._read_ahead[:0]  # received, and not yet asked for
         self._sent_seq = self._received_seq = 0
         self._send_broken = self._receive_broken = False  # a frame was begun and not ended
         self.silence_limit_s = SILENCE_LIMIT_S
@@ -938,17 +948,21 @@ class Connection:
         return None
 
     def _receive_into(self, view: memoryview, between_frames: bool = False) -> None:
-        """Fills view. The end of the stream is a PeerClosed before the first byte of a frame, else a BadFrame."""
+        """Fills view. Less than _READ_AHEAD_NBYTES is read together with what follows: one call for a small frame."""
         while view:
-            count = self._receive_some(view)
-            if count == 0 and (between_frames or self._closed):
-                raise self._peer_closed()
-            if count == 0:
-                raise self.bad_frame("the stream ended inside a frame")
-            between_frames = False
+            if not self._unread and len(view) >= _READ_AHEAD_NBYTES:
+                count = self._receive_some(view, between_frames)
+            else:
+                if not self._unread:
+                    self._unread = self._read_ahead[: self._receive_some(self._read_ahead, between_frames)]
+                count = min(len(view), len(self._unread))
+                view[:count] = self._unread[:count]
+                self._unread = self._unread[count:]
             view = view[count:]
+            between_frames = False
 
-    def _receive_some(self, view: memoryview) -> int:
+    def _receive_some(self, view: memoryview, between_frames: bool) -> int:
+        """The end of the stream is a PeerClosed before the first byte of a frame, else a BadFrame."""
         try:
             if self._deadline is not None:
                 self._set_timeout(min(self._time_left(), self._silence_limit_s))
@@ -960,6 +974,9 @@ class Connection:
             raise PeerSilent(f"{self.peer}: sent nothing for {self._silence_limit_s:g} s") from None
         except OSError as error:
             raise self._peer_closed(error) from None
+        if count == 0:
+            at_an_end = between_frames or self._closed
+            raise self._peer_closed() if at_an_end else self.bad_frame("the stream ended inside a frame")
         self.last_received = time.monotonic()
         self.bytes_received += count
         return count

@@ -207,6 +207,19 @@ def test_logits_match_transformers(name, tied):
     assert_close(torch.cat(pieces), expected)
 
 
+@pytest.mark.parametrize("size", [1e-6, 1e-3, 1.0, 1e4, 1e15])
+def test_the_norm_is_its_formula(size):
+    generator = torch.Generator().manual_seed(0)
+    x = size * torch.randn(5, 96, generator=generator)
+    x[2] = 0
+    weight = 1 + torch.randn(96, generator=generator) / 4
+    got = qwen.RMSNorm(weight, 1e-6)(x)
+    wide = x.double()
+    expected = wide / (wide.square().mean(dim=1, keepdim=True) + 1e-6).sqrt() * weight
+    torch.testing.assert_close(got.double(), expected, rtol=2e-6, atol=1e-9)
+    torch.testing.assert_close(got, torch.nn.functional.rms_norm(x, (96,), weight, 1e-6), rtol=4e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", ["gqa 3", "odd hidden size"])
 def test_every_split_equals_the_whole(name):
     """Bit for bit: a split model is the same code on the same numbers, in a prefill and in decode steps."""
