@@ -2923,13 +2923,13 @@ class Checkpoint:
         self._importance_key = hashlib.sha256(json.dumps(token_ids).encode() + digests).hexdigest()
         self._calibration_ids = token_ids
 
-    def _importance_of(self, name: str) -> torch.Tensor | None:
+    def finish_calibration(self) -> None:
+        """Does now, with all the cores that this thread may use, what the first conversion would have to wait for."""
         with self._calibrating:
             if self._calibration_ids is not None:
                 log.info("finding out which inputs of the layers matter most (int4)")
                 self._measure_importance(self._calibration_ids)
                 self._calibration_ids = None
-        return self._importance.get(name)
 
     @torch.inference_mode()
     def _measure_importance(self, token_ids: list[int]) -> None:
@@ -2973,8 +2973,10 @@ class Checkpoint:
     def _convert(self, name: str, weights: qwen.WeightFormat) -> dict[str, torch.Tensor]:
         tensor = self.tensor(name)
         if tensor.dim() == 2:
+            if weights.quant == "int4":
+                self.finish_calibration()
             try:
-                importance = self._importance_of(name) if weights.quant == "int4" else None
+                importance = self._importance.get(name) if weights.quant == "int4" else None
                 return quant.quantize(tensor, weights.quant, weights.group_size, weights.dtype, importance)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
@@ -3860,6 +3862,8 @@ class Controller:
                 unknown = wanted - {tensor.name for tensor in tensors}
                 if unknown:
                     raise link.connection.bad_frame(f"it wants {min(unknown)!r}, which is not its own")
+                if wanted:
+                    self.checkpoint.finish_calibration()
                 with share_of_cores(self._cores, loads):
                     sent = self._send_weights(link, epoch, [tensor for tensor in tensors if tensor.name in wanted])
                 cached_s = (stage.weight_bytes - sent) / SLOWEST_CACHE

@@ -39,6 +39,7 @@ GROUP_SIZES = (32, 64, 128)
 BLOCK_BYTES = 1024 * 1024
 INT4_BLOCK_ROWS = 256
 RANGE_WIDTHS = (1.0, 0.9, 0.8)  # of the group's range; narrower ones cut its extremes off for finer steps elsewhere
+LEAST_VARIANCE = 1e-4  # of the codes of a group; one of less is nothing but rounding: all that count are one code
 SMALLEST_UNIT = 1e-36  # a group whose steps would be finer is constant: the inverse would overflow
 BF16_MAX = torch.finfo(torch.bfloat16).max
 
@@ -182,15 +183,14 @@ def _least_squares(t, t_mean, share, scale, zero, u, products):
     they explain."""
     _nearest_codes(t, scale, zero, out=u)
     u_mean = torch.bmm(share, u)
-    variance = torch.bmm(share, torch.square(u, out=products)).sub_(u_mean.square())
-    covariance = torch.bmm(share, u.mul_(t)).sub_(u_mean * t_mean)
-    scale = torch.where((variance > 1e-6) & (covariance > 0), covariance / variance, scale)
-    return scale, t_mean - scale * u_mean, scale * (2 * covariance - scale * variance)
+    variance = torch.bmm(share, torch.square(u, out=products)).addcmul_(u_mean, u_mean, value=-1)
+    covariance = torch.bmm(share, u.mul_(t)).addcmul_(u_mean, t_mean, value=-1)
+    scale = torch.where(variance > LEAST_VARIANCE, covariance / variance, scale)
+    return scale, torch.addcmul(t_mean, scale, u_mean, value=-1), scale * covariance
 
 
 def _nearest_codes(t, scale, zero, out):
-    per_scale = 1 / scale
-    torch.addcmul(-zero * per_scale, t, per_scale, out=out).round_().clamp_(-8, 7)
+    torch.addcmul(zero / -scale, t, 1 / scale, out=out).round_().clamp_(-8, 7)
 
 
 def _to_bf16(values):
