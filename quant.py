@@ -35,9 +35,11 @@ FLOAT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bflo
 PART_DTYPES = {**FLOAT_DTYPES, "int8": torch.int8, "uint8": torch.uint8}
 GROUP_SIZES = (32, 64, 128)
 
-# quantize(): fp32 bytes of one block, so that the passes over it stay in the cache
+# quantize(): fp32 bytes of one block, so that the passes over it stay in the cache. int4 makes more and smaller steps
+# between its passes, which larger blocks make rarer: two threads would wait for one another at each of them.
 BLOCK_BYTES = 1024 * 1024
-INT4_BLOCK_ROWS = 256
+INT4_BLOCK_BYTES = 2 * 1024 * 1024
+INT4_BLOCK_ROWS = 512
 RANGE_WIDTHS = (1.0, 0.9, 0.8)  # of the group's range; narrower ones cut its extremes off for finer steps elsewhere
 LEAST_VARIANCE = 1e-4  # of the codes of a group; one of less is nothing but rounding: all that count are one code
 SMALLEST_UNIT = 1e-36  # a group whose steps would be finer is constant: the inverse would overflow
@@ -127,7 +129,7 @@ def _quantize_int4(weight, parts, group_size, importance):
         share = torch.cat([share, torch.zeros(padding)])
     share = share.view(groups, 1, group_size)
     share = share / share.sum(dim=2, keepdim=True)
-    step = max(1, BLOCK_BYTES // (4 * INT4_BLOCK_ROWS * group_size))
+    step = max(1, INT4_BLOCK_BYTES // (4 * INT4_BLOCK_ROWS * group_size))
     memory = torch.empty(3, step * group_size * min(rows, INT4_BLOCK_ROWS))
     for first in range(0, groups, step):
         some = slice(first, min(first + step, groups))
@@ -156,35 +158,45 @@ def _fit_groups(t, u, products, share):
     so that no sum can overflow.
     """
     low, high = t.amin(dim=1, keepdim=True), t.amax(dim=1, keepdim=True)
-    _require_finite(low)
-    _require_finite(high)
     unit = high / 15 - low / 15
+    _require_finite(unit)
     unit = torch.where(unit > SMALLEST_UNIT, unit, 0.0)
     per_unit = torch.where(unit > 0, 1 / unit, 0.0)
     middle = low / 2 + high / 2
     t.sub_(middle).mul_(per_unit)  # -7.5..7.5
     t_mean = torch.bmm(share, t)
-    best = None
-    for width in RANGE_WIDTHS:
-        scale, zero = torch.full_like(unit, width), torch.full_like(unit, width / 2)
-        start = _least_squares(t, t_mean, share, scale, zero, u, products)
-        if best is not None:
-            is_better = start[2] > best[2]
-            start = [torch.where(is_better, of_start, of_best) for of_start, of_best in zip(start, best)]
-        best = start
-    scale, zero, _ = _least_squares(t, t_mean, share, best[0], best[1], u, products)
+    sums = t.new_empty(len(RANGE_WIDTHS), 3, *t_mean.shape)
+    for width, sums_of_start in zip(RANGE_WIDTHS, sums):
+        torch.mul(t, 1 / width, out=u).sub_(0.5).round_().clamp_(-8, 7)  # the middle of the range is code -0.5
+        _weighted_sums(t, u, products, share, out=sums_of_start)
+    starts = zip(*_least_squares(t_mean, torch.ones_like(unit), sums.transpose(0, 1)))
+    scale, zero, gain = next(starts)
+    for start_scale, start_zero, start_gain in starts:
+        is_better = start_gain > gain
+        scale, zero = torch.where(is_better, start_scale, scale), torch.where(is_better, start_zero, zero)
+        gain = torch.maximum(gain, start_gain)
+    _nearest_codes(t, scale, zero, out=u)
+    _weighted_sums(t, u, products, share, out=sums[0])
+    scale, zero, _ = _least_squares(t_mean, scale, sums[0])
     scale, zero = _to_bf16(unit * scale), _to_bf16(middle + unit * zero)
     _nearest_codes(t, torch.where(unit > 0, scale * per_unit, 1.0), (zero - middle) * per_unit, out=u)
     return scale, zero
 
 
-def _least_squares(t, t_mean, share, scale, zero, u, products):
-    """(scale, zero, gain): the best ones for the codes that are nearest with the given ones, and the variance of t that
-    they explain."""
-    _nearest_codes(t, scale, zero, out=u)
-    u_mean = torch.bmm(share, u)
-    variance = torch.bmm(share, torch.square(u, out=products)).addcmul_(u_mean, u_mean, value=-1)
-    covariance = torch.bmm(share, u.mul_(t)).addcmul_(u_mean, t_mean, value=-1)
+def _weighted_sums(t, u, products, share, out):
+    """The means of u, u^2 and u t over each group -> out [3, groups, 1, rows]; u is overwritten."""
+    mean, mean_square, mean_product = out
+    torch.bmm(share, u, out=mean)
+    torch.bmm(share, torch.square(u, out=products), out=mean_square)
+    torch.bmm(share, u.mul_(t), out=mean_product)
+
+
+def _least_squares(t_mean, scale, sums):
+    """(scale, zero, gain): the best ones for given codes u, and the variance of t that they explain. `scale` stays where
+    the codes do not differ. sums: of _weighted_sums."""
+    u_mean, mean_square, mean_product = sums
+    variance = torch.addcmul(mean_square, u_mean, u_mean, value=-1)
+    covariance = torch.addcmul(mean_product, u_mean, t_mean, value=-1)
     scale = torch.where(variance > LEAST_VARIANCE, covariance / variance, scale)
     return scale, torch.addcmul(t_mean, scale, u_mean, value=-1), scale * covariance
 
@@ -198,8 +210,9 @@ def _to_bf16(values):
     return values.clamp_(-BF16_MAX, BF16_MAX).to(torch.bfloat16).to(torch.float32)
 
 
-def _require_finite(values):
-    if not torch.isfinite(values).all():
+def _require_finite(sizes):
+    """sizes: none is negative. A maximum of anything with a NaN is NaN."""
+    if not math.isfinite(sizes.amax()):
         raise ValueError("the weight has NaN or infinite values: it cannot be quantized")
 
 
