@@ -479,22 +479,29 @@ def _run_fbgemm_fp16(x, packed, spec):
     return torch.ops.quantized.linear_dynamic_fp16(x, packed)
 
 
+ROWS_OF_ONE_CALL = 64  # of _run_fbgemm_int8
+
+
 def _run_fbgemm_int8(x, packed, spec):
     """8 x 8-bit products without 8-bit activations: x / scale = high + low / 126, both whole numbers in -63..63.
 
     7 bits each, because FBGEMM without VNNI adds pairs of products in 16 bits, where 2 * 127 * 127 fits and
-    2 * 255 * 127 does not. Both halves go through one call, which reads the weight once. Integer sums are exact.
+    2 * 255 * 127 does not. Integer sums are exact. One call for both halves reads the weight once; of many rows, the
+    copy that puts the halves together would cost more than reading the weight again.
     """
+    multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
     count = x.shape[0]
     scale = _row_scale(x).div_(63)
-    halves = x.new_empty(2 * count, x.shape[1])
-    high, low = halves[:count], halves[count:]
-    torch.div(x, scale, out=low)
+    scaled = x / scale
     # rounded here: the kernel rounds after adding its zero point, where 3.4999998 + 64 is 67.5 in fp32
-    torch.round(low, out=high)
-    low.sub_(high).mul_(126)
-    y = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(halves, 1.0, 64, packed)
-    return y[:count].add_(y[count:], alpha=1 / 126).mul_(scale)
+    high = scaled.round()
+    low = scaled.sub_(high).mul_(126)
+    if count <= ROWS_OF_ONE_CALL:
+        y = multiply(torch.cat((high, low)), 1.0, 64, packed)
+        y_high, y_low = y[:count], y[count:]
+    else:
+        y_high, y_low = multiply(high, 1.0, 64, packed), multiply(low, 1.0, 64, packed)
+    return y_high.add_(y_low, alpha=1 / 126).mul_(scale)
 
 
 def _run_int8pack_bf16(x, parts, spec):
@@ -514,7 +521,7 @@ def _run_int8pack_fp32(x, parts, spec):
 
 def _fresh(x, dtype):
     """A copy that is contiguous and aligned: the int8 and int4 kernels crash or read garbage on others."""
-    return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x)
+    return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _run_int4pack(x, packed, spec):
