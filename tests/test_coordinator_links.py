@@ -495,6 +495,36 @@ def test_sequences_are_decoded_in_groups_where_that_is_quicker(running, right):
     assert (1, 1) in decodes and all(rows == 1 for rows, _ in decodes)
 
 
+@pytest.mark.parametrize("machines, most", [(("one", "one"), 1), (("one", "other"), 2)])
+def test_chunks_of_a_prompt_are_at_work_at_once_only_on_machines_of_their_own(running, monkeypatch, machines, most):
+    monkeypatch.setattr(coordinator, "PREFILL_CHUNKS", (4,))
+    cluster = running(2)
+    cluster.join("first")
+    cluster.join("second")
+    cluster.wait_ready()
+    rows_cost = {"1": 1.0, "8": 8.0, "64": 64.0, "256": 256.0}
+    pipeline = cluster.controller.pipeline
+    in_flight, send = [], pipeline.send
+
+    def noted(kind, hidden_states, *rest):
+        in_flight.append(1 + list(cluster.engine.in_flight.values()).count("RUN_PREFILL"))
+        return send(kind, hidden_states, *rest)
+
+    def answer():
+        for slot in cluster.engine.slots:
+            slot.tokens, slot.settled = [], 0
+        sampling = coordinator.SamplingParams(temperature=0.0, ignore_eos=True)
+        generation = cluster.engine.submit(coordinator.GenerationRequest([list(range(1, 41))], 1, 1, sampling))
+        events = iter(lambda: generation.next_event(60), generation.DONE)
+        return [event.token_id for event in events if isinstance(event, coordinator.TokenEvent)]
+
+    expected = answer()
+    pipeline.send = noted
+    pipeline.forecasts = [coordinator.StageForecast(rows_cost, 0.0, machine) for machine in machines]
+    assert answer() == expected
+    assert len(in_flight) == 10 and max(in_flight) == most
+
+
 def test_a_node_that_asks_and_never_reads_is_closed_and_the_memory_is_bounded(running, right, monkeypatch):
     monkeypatch.setattr(wire, "_MAX_WAITING_FRAMES", 100)
     cluster = running(1)
