@@ -474,11 +474,7 @@ def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torc
     kv_heads, length, _ = keys.shape
     group = heads // kv_heads
     if n == 1:  # the group's query heads as the rows of one small matrix: no mask, no copies of keys and values
-        q = q.view(kv_heads, group, head_dim)
-        if q.device.type == "cpu":  # where the fused operator takes longer than its three parts
-            out = torch.bmm(torch.bmm(q, keys.transpose(1, 2)).softmax(dim=-1), values)
-        else:
-            out = F.scaled_dot_product_attention(q[None], keys[None], values[None], scale=1.0)
+        out = F.scaled_dot_product_attention(q.view(1, kv_heads, group, head_dim), keys[None], values[None], scale=1.0)
         return out.reshape(1, heads * head_dim)
     q = q.view(n, kv_heads, group, head_dim).permute(1, 2, 0, 3)  # [KV, G, n, D]
     keys = keys[:, None].expand(kv_heads, group, length, head_dim)
