@@ -2930,7 +2930,7 @@ class Checkpoint:
         self._calibration_ids = token_ids
 
     def finish_calibration(self) -> None:
-        """Does now, with all the cores that this thread may use, what the first conversion would have to wait for."""
+        """Measures what `calibrate` has put off, unless that is done: a conversion to int4 waits for it."""
         with self._calibrating:
             if self._calibration_ids is not None:
                 log.info("finding out which inputs of the layers matter most (int4)")
@@ -2982,8 +2982,9 @@ class Checkpoint:
             if weights.quant == "int4":
                 self.finish_calibration()
             try:
-                importance = self._importance.get(name) if weights.quant == "int4" else None
-                return quant.quantize(tensor, weights.quant, weights.group_size, weights.dtype, importance)
+                return quant.quantize(
+                    tensor, weights.quant, weights.group_size, weights.dtype, self._importance.get(name)
+                )
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
         if not torch.isfinite(tensor).all():
@@ -3869,7 +3870,7 @@ class Controller:
                 if unknown:
                     raise link.connection.bad_frame(f"it wants {min(unknown)!r}, which is not its own")
                 if wanted:
-                    self.checkpoint.finish_calibration()
+                    self.checkpoint.finish_calibration()  # with all cores, before the loads share them
                 with share_of_cores(self._cores, loads):
                     sent = self._send_weights(link, epoch, [tensor for tensor in tensors if tensor.name in wanted])
                 cached_s = (stage.weight_bytes - sent) / SLOWEST_CACHE

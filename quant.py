@@ -192,8 +192,8 @@ def _weighted_sums(t, u, products, share, out):
 
 
 def _least_squares(t_mean, scale, sums):
-    """(scale, zero, gain): the best ones for given codes u, and the variance of t that they explain. `scale` stays where
-    the codes do not differ. sums: of _weighted_sums."""
+    """(scale, zero, gain): the best ones for given codes u, and the variance of t that they explain. `scale` stays as
+    it is where the codes do not differ. sums: of _weighted_sums."""
     u_mean, mean_square, mean_product = sums
     variance = torch.addcmul(mean_square, u_mean, u_mean, value=-1)
     covariance = torch.addcmul(mean_product, u_mean, t_mean, value=-1)

@@ -627,7 +627,7 @@ def unpack_hidden_states(buffer, rows: int, hidden_size: int, wire_dtype: str) -
 
 _LENGTH_NBYTES = 8
 _MAC_NBYTES = 32
-_READ_AHEAD_NBYTES = 16 * 1024
+_READ_AHEAD_NBYTES = 16 * 1024  # a token's hidden state fits, with its map
 _SCRATCH_NBYTES = 64 * 1024  # dropped raw bytes pass through this much memory; small frames are joined up to it
 _MAX_BUFFERS = 512  # buffers of one sendmsg; IOV_MAX is 1024 on Linux and macOS
 

@@ -101,10 +101,10 @@ class Running:
     def wait_ready(self):
         assert self.controller.wait_until(lambda state: state.is_ready, 60)
 
-    def generate(self, count: int = 6, prompt_lookup: bool = False) -> list[int]:
+    def generate(self, count: int = 6, prompt_lookup: bool = False, prompt: tuple = (1, 2, 3, 4)) -> list[int]:
         sampling = coordinator.SamplingParams(temperature=0.0, ignore_eos=True)
         generation = self.engine.submit(
-            coordinator.GenerationRequest([[1, 2, 3, 4]], 1, count, sampling, prompt_lookup)
+            coordinator.GenerationRequest([list(prompt)], 1, count, sampling, prompt_lookup)
         )
         events = iter(lambda: generation.next_event(60), generation.DONE)
         return [event.token_id for event in events if isinstance(event, coordinator.TokenEvent)]
@@ -473,21 +473,28 @@ def test_short_prompts_share_a_pass_and_each_gets_its_own_answer(running):
     assert ("RUN_PREFILL", 2) in sent
 
 
-def test_sequences_are_decoded_in_groups_where_that_is_quicker(running, right):
+def two_stages(running, machines: tuple[str, str]):
+    """A cluster whose two stages are on these machines and whose rows cost the same in any number; and, in a list that
+    grows, (kind, rows, passes of its kind in flight beside it) of every pass."""
     cluster = running(2)
     cluster.join("first")
     cluster.join("second")
     cluster.wait_ready()
     rows_cost = {"1": 1.0, "8": 8.0, "64": 64.0, "256": 256.0}
     pipeline = cluster.controller.pipeline
-    pipeline.forecasts = [coordinator.StageForecast(rows_cost, 0.0, machine) for machine in ("one", "other")]
+    pipeline.forecasts = [coordinator.StageForecast(rows_cost, 0.0, machine) for machine in machines]
     sent, send = [], pipeline.send
 
     def noted(kind, hidden_states, *rest):
-        sent.append((kind, len(hidden_states), list(cluster.engine.in_flight.values()).count("RUN_DECODE")))
+        sent.append((kind, len(hidden_states), list(cluster.engine.in_flight.values()).count(kind)))
         return send(kind, hidden_states, *rest)
 
     pipeline.send = noted
+    return cluster, sent
+
+
+def test_sequences_are_decoded_in_groups_where_that_is_quicker(running, right):
+    cluster, sent = two_stages(running, ("one", "other"))
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         together = list(pool.map(cluster.generate, (40, 40)))
     assert together[0] == together[1] and together[0][: len(right)] == right
@@ -497,31 +504,15 @@ def test_sequences_are_decoded_in_groups_where_that_is_quicker(running, right):
 
 @pytest.mark.parametrize("machines, most", [(("one", "one"), 1), (("one", "other"), 2)])
 def test_chunks_of_a_prompt_are_at_work_at_once_only_on_machines_of_their_own(running, monkeypatch, machines, most):
+    cluster, sent = two_stages(running, machines)
+    prompt = tuple(range(1, 41))
+    expected = cluster.generate(1, prompt=prompt)
+    for slot in cluster.engine.slots:
+        slot.tokens, slot.settled = [], 0
+    sent.clear()
     monkeypatch.setattr(coordinator, "PREFILL_CHUNKS", (4,))
-    cluster = running(2)
-    cluster.join("first")
-    cluster.join("second")
-    cluster.wait_ready()
-    rows_cost = {"1": 1.0, "8": 8.0, "64": 64.0, "256": 256.0}
-    pipeline = cluster.controller.pipeline
-    in_flight, send = [], pipeline.send
-
-    def noted(kind, hidden_states, *rest):
-        in_flight.append(1 + list(cluster.engine.in_flight.values()).count("RUN_PREFILL"))
-        return send(kind, hidden_states, *rest)
-
-    def answer():
-        for slot in cluster.engine.slots:
-            slot.tokens, slot.settled = [], 0
-        sampling = coordinator.SamplingParams(temperature=0.0, ignore_eos=True)
-        generation = cluster.engine.submit(coordinator.GenerationRequest([list(range(1, 41))], 1, 1, sampling))
-        events = iter(lambda: generation.next_event(60), generation.DONE)
-        return [event.token_id for event in events if isinstance(event, coordinator.TokenEvent)]
-
-    expected = answer()
-    pipeline.send = noted
-    pipeline.forecasts = [coordinator.StageForecast(rows_cost, 0.0, machine) for machine in machines]
-    assert answer() == expected
+    assert cluster.generate(1, prompt=prompt) == expected
+    in_flight = [1 + others for kind, _, others in sent if kind == "RUN_PREFILL"]
     assert len(in_flight) == 10 and max(in_flight) == most
 
 
