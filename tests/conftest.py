@@ -2,12 +2,16 @@
 
 import logging
 import os
+import signal
 from pathlib import Path
 
 import pytest
 from cluster import TINY_CHAT, WarmCluster
 
 import coordinator
+
+# A shell script that starts the tests with & has them, and all that they start, ignore Ctrl-C; some tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
