@@ -2180,24 +2180,27 @@ def prefill_chunk(tokens: int, stages: list[StageForecast]) -> int:
     return min(rows for rows, ms in total_ms.items() if ms <= enough)
 
 
-def decode_groups(sequences: int, stages: list[StageForecast]) -> int:
-    """Among how many passes, in flight at once, the next tokens of so many sequences are divided.
+def decode_passes(sequences: int, stages: list[StageForecast]) -> tuple[int, int]:
+    """(passes in flight at once, sequences in each) that bring the next tokens of so many sequences soonest.
 
-    One pass reads the weights once for all, but only one stage works at a time. With several groups all stages work,
-    each on another group's rows. Worth it from a tenth less time for a token of all sequences on.
+    One pass reads the weights once for all, but only one stage works at a time: with several passes all work, each on
+    other rows. And kernels take rows in fours or sixes, so that 6 of 8 sequences in turns can be quicker than all 8.
+    Anything but one pass for all is worth it from a tenth less time a token on.
     """
-    most = min(sequences, passes_at_once(stages))
-    if most == 1:
-        return 1
+    options = [(1, sequences)]
+    for passes in range(1, min(sequences, passes_at_once(stages)) + 1):
+        share = math.ceil(sequences / passes)
+        measured = {int(rows) for stage in stages for rows in stage.layers_ms}  # between them no number can be best
+        options += [(passes, rows) for rows in sorted({share, *measured}, reverse=True) if rows <= share]
 
-    def token_ms(groups: int) -> float:
-        rows = math.ceil(sequences / groups)
+    def token_ms(option: tuple[int, int]) -> float:
+        passes, rows = option
         stage_ms = [stage.ms(rows) for stage in stages]
         there_and_back = sum(stage_ms) + sum(stage.link_ms for stage in stages)
-        return max(there_and_back, groups * busiest_ms(stages, stage_ms))
+        return max(there_and_back, passes * busiest_ms(stages, stage_ms)) / min(sequences, passes * rows)
 
-    best = min(range(1, most + 1), key=token_ms)
-    return best if token_ms(best) < 0.9 * token_ms(1) else 1
+    best = min(options, key=token_ms)
+    return best if token_ms(best) < 0.9 * token_ms(options[0]) else options[0]
 
 
 def estimate_required(needs: ModelNeeds, offers: list[NodeOffer]) -> int:
@@ -4092,7 +4095,7 @@ def _describe_node(node: NodeRecord, stage: StagePlan | None, times: MeasuredTim
 
 NGRAM = 3  # ids that must have stood together before
 FIRST_HIT_RATE, HIT_RATE_STEP = 0.5, 0.2
-DRAFT_SIZES = (1, 3, 7, 15)  # with the row that is not a draft: powers of two
+DRAFT_SIZES = (1, 3, 5, 7, 15)  # with the row that is not a draft: as many as kernels take at once (MEASURED_ROWS)
 DECODE_TIME_LIFE_S = 30.0  # older measurements are forgotten: the machines may have something else to do now
 
 
@@ -4141,7 +4144,7 @@ class DecodeTimes:
     """
 
     def __init__(self):
-        self._measured: dict[int, tuple[float, float]] = {}  # rows, rounded up to a power of two -> (seconds, when)
+        self._measured: dict[int, tuple[float, float]] = {}  # _size(rows) -> (seconds, when)
 
     def add(self, rows: int, seconds: float, now: float) -> None:
         """A pass took so long. Slower than known is believed slowly: something else may have been running."""
@@ -4162,7 +4165,8 @@ class DecodeTimes:
 
     @staticmethod
     def _size(rows: int) -> int:
-        return 1 << (rows - 1).bit_length()
+        """Few rows as they are (a kernel may take 6 as quickly as 5, and 7 only in twice the time), more rounded up."""
+        return rows if rows <= 8 else 1 << (rows - 1).bit_length()
 
 
 def draft_sizes(guesses: list[tuple[float, int]], seconds: Callable[[int], float]) -> list[int]:
@@ -4231,6 +4235,7 @@ class Sequence:
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprob | None] = [None]
         self.in_flight = 0  # passes that carry rows of this sequence
+        self.last_pass = 0  # the number of the latest of them
         self.lookup: PromptLookup | None = None  # from its first generated token on, where it may draft
         self.lost_plans = 0  # that it was running in, since its last token
 
@@ -4621,9 +4626,9 @@ class Engine:
         ready = [sequence for sequence in decoding if sequence.in_flight == 0]
         if not ready:
             return
-        groups = decode_groups(len(decoding), self.pipeline.forecasts)
-        size = math.ceil(len(decoding) / groups)
-        room = groups - list(self.in_flight.values()).count("RUN_DECODE")
+        ready.sort(key=lambda sequence: sequence.last_pass)  # where not all go at once, they take turns
+        passes, size = decode_passes(len(decoding), self.pipeline.forecasts)
+        room = passes - list(self.in_flight.values()).count("RUN_DECODE")
         for start in range(0, min(len(ready), room * size), size):
             group = ready[start : start + size]
             drafts = self._drafts(group)
@@ -4695,6 +4700,8 @@ class Engine:
             kept_rows = sum(1 + len(row.drafts) for row in rows) if keep else 0
         step = Step(self.pipeline, rows, time.monotonic(), not self.in_flight)
         request = self.pipeline.send(kind, embedded, slots, positions, keep, kept_rows, step)
+        for row in rows:
+            row.sequence.last_pass = request.request_id
         self.in_flight[request.request_id] = kind
         self.passes_sent = request.request_id
 

@@ -410,7 +410,10 @@ _MEASURE = {
     "compute_dtype": _WIRE_DTYPE,
     "kernels": optional(record(_KERNELS)),  # what a neighbour on the same machine has chosen
 }
-_MEASURED = {"layer_ms": record(dict.fromkeys(("1", "8", "64", "256"), number(0, 1e9))), "kernels": record(_KERNELS)}
+_MEASURED = {
+    "layer_ms": record(dict.fromkeys(("1", "4", "6", "8", "64", "256"), number(0, 1e9))),
+    "kernels": record(_KERNELS),
+}
 
 _RUN = {
     "slots": integers(0, MAX_SLOTS - 1, 1, MAX_ROWS),

@@ -266,7 +266,7 @@ def answer(session, frame, rows=None, dtype="fp32", value=0.0, request_id=None, 
 SIZES = {"weight_bytes": 0, "packed_bytes": 0, "cached_bytes": 0, "received_bytes": 0}
 CHOICE = {"shape": [64, 64], "few": "plan:", "many": "b", "threshold": 8}
 KERNELS = {"choices": [CHOICE], "with_copy": None, "threads": 1}
-MEASURED = {"layer_ms": {"1": 0.0, "8": 0.0, "64": 0.0, "256": 0.0}, "kernels": KERNELS}
+MEASURED = {"layer_ms": dict.fromkeys(("1", "4", "6", "8", "64", "256"), 0.0), "kernels": KERNELS}
 
 
 def error(session, frame, request_id):
@@ -473,21 +473,21 @@ def test_short_prompts_share_a_pass_and_each_gets_its_own_answer(running):
     assert ("RUN_PREFILL", 2) in sent
 
 
-def two_stages(running, machines: tuple[str, str]):
-    """A cluster whose two stages are on these machines and whose rows cost the same in any number; and, in a list that
-    grows, (kind, rows, passes of its kind in flight beside it) of every pass."""
-    cluster = running(2)
+def two_stages(running, machines: tuple[str, str], slots: int = 2, **rows_cost: float):
+    """A cluster whose two stages are on these machines and whose rows cost the same in any number, or so many
+    milliseconds; and, in a list that grows, (kind, slots, passes of its kind in flight beside it) of every pass."""
+    cluster = running(2, slots=slots)
     cluster.join("first")
     cluster.join("second")
     cluster.wait_ready()
-    rows_cost = {"1": 1.0, "8": 8.0, "64": 64.0, "256": 256.0}
+    rows_cost = rows_cost or {"1": 1.0, "8": 8.0, "64": 64.0, "256": 256.0}
     pipeline = cluster.controller.pipeline
     pipeline.forecasts = [coordinator.StageForecast(rows_cost, 0.0, machine) for machine in machines]
     sent, send = [], pipeline.send
 
-    def noted(kind, hidden_states, *rest):
-        sent.append((kind, len(hidden_states), list(cluster.engine.in_flight.values()).count(kind)))
-        return send(kind, hidden_states, *rest)
+    def noted(kind, hidden_states, slots, *rest):
+        sent.append((kind, slots, list(cluster.engine.in_flight.values()).count(kind)))
+        return send(kind, hidden_states, slots, *rest)
 
     pipeline.send = noted
     return cluster, sent
@@ -498,8 +498,21 @@ def test_sequences_are_decoded_in_groups_where_that_is_quicker(running, right):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         together = list(pool.map(cluster.generate, (40, 40)))
     assert together[0] == together[1] and together[0][: len(right)] == right
-    decodes = [(rows, others) for kind, rows, others in sent if kind == "RUN_DECODE"]
+    decodes = [(len(slots), others) for kind, slots, others in sent if kind == "RUN_DECODE"]
     assert (1, 1) in decodes and all(rows == 1 for rows, _ in decodes)
+
+
+def test_sequences_take_turns_where_passes_of_fewer_rows_bring_more(running, right):
+    cluster, sent = two_stages(running, ("one", "one"), slots=3, **{"1": 10.0, "2": 11.0, "3": 40.0})
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(cluster.generate, (60, 60, 60)))
+    assert together[0] == together[1] == together[2] and together[0][: len(right)] == right
+    decodes = [slots for kind, slots, _ in sent if kind == "RUN_DECODE"]
+    assert max(map(len, decodes)) == 2
+    turns = [[i for i, slots in enumerate(decodes) if slot in slots] for slot in range(3)]
+    all_three = decodes[max(first for first, *_ in turns) : min(last for *_, last in turns)]
+    assert len(all_three) > 20
+    assert all(set(one + next_one) == {0, 1, 2} for one, next_one in itertools.pairwise(all_three))
 
 
 @pytest.mark.parametrize("machines, most", [(("one", "one"), 1), (("one", "other"), 2)])

@@ -95,7 +95,7 @@ def test_decode_times_are_learnt_and_forgotten():
     times.add(1, 0.050, 0.0)
     assert times.estimate(1, 1) == 0.050
     assert 0.050 < times.estimate(2, 1) < 0.100
-    times.add(3, 0.060, 1.0)
+    times.add(4, 0.060, 1.0)
     assert times.estimate(4, 1) == 0.060
     times.add(4, 0.600, 2.0)  # something else was running: not believed at once
     assert 0.060 < times.estimate(4, 2) < 0.300
@@ -103,3 +103,11 @@ def test_decode_times_are_learnt_and_forgotten():
     assert times.estimate(4, 3) == 0.055
     later = 1 + DECODE_TIME_LIFE_S
     assert times.estimate(1, later) < times.estimate(4, later) == 0.055
+
+
+def test_six_rows_are_not_taken_to_cost_what_seven_do():
+    times = DecodeTimes()
+    times.add(6, 0.070, 0.0)
+    times.add(7, 0.110, 1.0)
+    times.add(16, 0.180, 1.0)
+    assert [times.estimate(rows, 1) for rows in (6, 7, 12, 16)] == [0.070, 0.110, 0.180, 0.180]

@@ -108,7 +108,7 @@ EXAMPLES = {
         },
         0,
     ),
-    "MEASURED": ({"layer_ms": {"1": 0.5, "8": 1, "64": 3.25, "256": 9}, "kernels": KERNELS}, 0),
+    "MEASURED": ({"layer_ms": {"1": 0.5, "4": 0.5, "6": 1, "8": 1, "64": 3.25, "256": 9}, "kernels": KERNELS}, 0),
     "RUN_PREFILL": ({"slots": [1] * 3, "positions": [0, 1, 2], "keep": 1, "shape": [1, 3, 8], "dtype": "fp16"}, 51),
     "RUN_DECODE": ({"slots": [0, 3], "positions": [700, 2], "keep": 1, "shape": [2, 1, 8], "dtype": "fp32"}, 64),
     "HIDDEN_STATE": ({"shape": [2, 1, 8], "dtype": "bf16", "compute_ms": 1.5}, 32),
@@ -806,7 +806,7 @@ ODD_VALUES += [[], [[]], ["x"] * 70, [True, 1, 1], [1, 1], [-1, -1], {}, {"x": 1
 # Odd values that are right where they stand; a config's inside is free, and bounded by CONTRADICTIONS.
 RIGHT = {
     **dict.fromkeys(("max_memory_bytes", "total_memory", "free_memory", "need_bytes", "have_bytes", "proof"), (None,)),
-    **dict.fromkeys(("heartbeat_s", "busy_ms", "compute_ms", "1", "8", "64", "256"), (1.5,)),
+    **dict.fromkeys(("heartbeat_s", "busy_ms", "compute_ms", "1", "4", "6", "8", "64", "256"), (1.5,)),
     **dict.fromkeys(("message", "reason"), ("", "a\nb")),
     "names": ([],),
     **dict.fromkeys(("kernels", "with_copy"), (None,)),
@@ -935,8 +935,8 @@ CONTRADICTIONS = [
     ("HIDDEN_STATE", {"shape": [2, 1, 8, 1]}, "shape: a list of 3 to 3"),
     ("HIDDEN_STATE", {"shape": [0, 1, 8]}, "takes 0 raw bytes, not 32"),
     ("HIDDEN_STATE", {"dtype": "fp32"}, "takes 64 raw bytes"),
-    ("MEASURED", {"layer_ms": {"1": 1, "8": 1, "256": 1}}, "field 64 is missing"),
-    ("MEASURED", {"layer_ms": {"1": 1, "8": 1, "64": 1, "256": 1, "512": 1}}, "unknown field '512'"),
+    ("MEASURED", {"layer_ms": {"1": 1, "4": 1, "6": 1, "8": 1, "256": 1}}, "field 64 is missing"),
+    ("MEASURED", {"layer_ms": {"1": 1, "4": 1, "6": 1, "8": 1, "64": 1, "256": 1, "512": 1}}, "unknown field '512'"),
 ]
 
 
