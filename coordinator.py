@@ -2185,7 +2185,7 @@ def decode_passes(sequences: int, stages: list[StageForecast]) -> tuple[int, int
 
     One pass reads the weights once for all, but only one stage works at a time: with several passes all work, each on
     other rows. And kernels take rows in fours or sixes, so that 6 of 8 sequences in turns can be quicker than all 8.
-    Anything but one pass for all is worth it from a tenth less time a token on.
+    Anything but one pass for all is worth it from a twentieth less time a token on.
     """
     options = [(1, sequences)]
     for passes in range(1, min(sequences, passes_at_once(stages)) + 1):
@@ -2200,7 +2200,7 @@ def decode_passes(sequences: int, stages: list[StageForecast]) -> tuple[int, int
         return max(there_and_back, passes * busiest_ms(stages, stage_ms)) / min(sequences, passes * rows)
 
     best = min(options, key=token_ms)
-    return best if token_ms(best) < 0.9 * token_ms(options[0]) else options[0]
+    return best if token_ms(best) < 0.95 * token_ms(options[0]) else options[0]
 
 
 def estimate_required(needs: ModelNeeds, offers: list[NodeOffer]) -> int:
@@ -4235,7 +4235,7 @@ class Sequence:
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprob | None] = [None]
         self.in_flight = 0  # passes that carry rows of this sequence
-        self.last_pass = 0  # the number of the latest of them
+        self.turn = 0  # when it last had rows in a pass, as a number of Engine.turns
         self.lookup: PromptLookup | None = None  # from its first generated token on, where it may draft
         self.lost_plans = 0  # that it was running in, since its last token
 
@@ -4357,6 +4357,7 @@ class Engine:
         self.pipeline: Pipeline | None = None
         self.in_flight: dict[int, str] = {}  # request_id -> kind of the passes that have not come back
         self.passes_sent = 0
+        self.turns = 0  # how often a sequence has had rows in a pass
         self.decode_times = DecodeTimes()
         self.generated_tokens = self.drafted_tokens = self.accepted_drafts = 0
         self.outage_since: float | None = time.monotonic()  # when there was last a plan to generate with; None: now
@@ -4626,7 +4627,7 @@ class Engine:
         ready = [sequence for sequence in decoding if sequence.in_flight == 0]
         if not ready:
             return
-        ready.sort(key=lambda sequence: sequence.last_pass)  # where not all go at once, they take turns
+        ready.sort(key=lambda sequence: sequence.turn)  # who has waited longest goes first, where not all go at once
         passes, size = decode_passes(len(decoding), self.pipeline.forecasts)
         room = passes - list(self.in_flight.values()).count("RUN_DECODE")
         for start in range(0, min(len(ready), room * size), size):
@@ -4693,6 +4694,7 @@ class Engine:
             row.slot.in_flight += 1
             row.sequence.sent = row.stop
             row.sequence.in_flight += 1
+            row.sequence.turn = self.turns = self.turns + 1
         if rows[0].sequence.wants_prompt_logprobs:
             keep = kept_rows = len(token_ids)
         else:
@@ -4700,8 +4702,6 @@ class Engine:
             kept_rows = sum(1 + len(row.drafts) for row in rows) if keep else 0
         step = Step(self.pipeline, rows, time.monotonic(), not self.in_flight)
         request = self.pipeline.send(kind, embedded, slots, positions, keep, kept_rows, step)
-        for row in rows:
-            row.sequence.last_pass = request.request_id
         self.in_flight[request.request_id] = kind
         self.passes_sent = request.request_id
 

@@ -513,6 +513,8 @@ def test_sequences_take_turns_where_passes_of_fewer_rows_bring_more(running, rig
     all_three = decodes[max(first for first, *_ in turns) : min(last for *_, last in turns)]
     assert len(all_three) > 20
     assert all(set(one + next_one) == {0, 1, 2} for one, next_one in itertools.pairwise(all_three))
+    counts = [sum(slot in slots for slots in all_three) for slot in range(3)]
+    assert max(counts) - min(counts) <= 1
 
 
 @pytest.mark.parametrize("machines, most", [(("one", "one"), 1), (("one", "other"), 2)])
