@@ -1044,7 +1044,7 @@ class Session:
                     kernels, with_copy = self.worker.kernels(assignment.config, assignment.weights)
                     layer.prepare(with_copy if with_copy and assignment.second_copy else kernels)
                     self.worker.loaded[i] = assignment.layer_identity(i), layer
-                    quant.release_freed_memory()
+                    quant.release_freed_memory(done=False)
         except (RuntimeError, MemoryError) as error:
             self._load_failed(assignment, error)
 
@@ -1077,6 +1077,7 @@ class Session:
 
     def _report_loaded(self, assignment: Assignment, stage: qwen.Stage) -> None:
         """(worker) Answers LOAD_COMPLETE."""
+        quant.release_freed_memory()
         loading = assignment.loading
         kept_bytes = assignment.total_bytes - loading.load_bytes
         log.info(

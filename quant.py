@@ -19,6 +19,7 @@ import functools
 import math
 import platform
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -306,9 +307,25 @@ class DoesNotFit(Exception):
     """These values would lose more in this form than the form's own rounding explains."""
 
 
+class _Scratch(threading.local):
+    """fp32 memory of the calling thread for what it packs, kept from one slab to the next: to get it anew for each takes
+    three times as long as to fill it. release_freed_memory lets it go."""
+
+    memory: torch.Tensor | None = None
+
+    def copy_of(self, stored: torch.Tensor) -> torch.Tensor:
+        if self.memory is None or self.memory.numel() < stored.numel():
+            with torch.inference_mode(False):  # memory made in that mode could be written to in that mode only
+                self.memory = torch.empty(stored.numel())
+        return self.memory[: stored.numel()].view(stored.shape).copy_(stored)
+
+
+_scratch = _Scratch()
+
+
 def _pack_fbgemm_fp16(parts, spec):
     stored = parts[""]
-    weight = stored.to(torch.float32, copy=True)  # always a copy: FBGEMM clamps the tensor that it is given in place
+    weight = _scratch.copy_of(stored)  # a copy even of fp32: FBGEMM clamps the tensor that it is given in place
     if stored.dtype != torch.float16:
         lost = weight.sub(weight.to(torch.float16)).abs_().amax(dim=1)
         if not (lost <= weight.abs().amax(dim=1) * 2**-17).all():
@@ -1053,11 +1070,14 @@ def share_one_arena() -> None:
         mallopt(M_ARENA_MAX, 1)
 
 
-def release_freed_memory() -> None:
+def release_freed_memory(done: bool = True) -> None:
     """Give the memory that packing has freed back to the system: glibc keeps it, and as much again as the model.
 
-    To be called after every layer, before the next one needs as much. Does nothing but on Linux with glibc.
+    To be called after every layer, before the next one needs as much. done: this thread packs no more for now.
+    What was freed is given back only on Linux with glibc.
     """
+    if done:
+        _scratch.memory = None
     trim = _glibc("malloc_trim")
     if trim is not None:
         trim(0)

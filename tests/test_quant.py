@@ -1,5 +1,6 @@
 """Tests of quant.py. The oracles are plain numpy formulas and loops written here, not functions of quant.py."""
 
+import concurrent.futures
 import math
 import subprocess
 import sys
@@ -378,6 +379,25 @@ def test_freed_memory_can_be_released_everywhere(monkeypatch):
     monkeypatch.setattr(quant.sys, "platform", "win32")
     quant.release_freed_memory()
     quant.share_one_arena()
+
+
+def test_what_is_packed_one_after_the_other_is_converted_in_the_same_memory_until_it_is_released():
+    torch.manual_seed(0)
+    large, small = torch.randn(4, 8).half(), torch.randn(3, 2).half()
+    with torch.inference_mode():
+        copy = quant._scratch.copy_of(large)
+        assert torch.equal(copy, large.float())
+    again = quant._scratch.copy_of(small)
+    assert torch.equal(again, small.float()) and again.data_ptr() == copy.data_ptr()
+    larger = quant._scratch.copy_of(torch.cat([large, large]))
+    assert torch.equal(larger, torch.cat([large, large]).float())
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        theirs = other.submit(quant._scratch.copy_of, small).result()
+    assert theirs.data_ptr() != larger.data_ptr()
+    quant.release_freed_memory(done=False)
+    assert quant._scratch.memory is not None
+    quant.release_freed_memory()
+    assert quant._scratch.memory is None
 
 
 FREEING_THREADS = r"""
