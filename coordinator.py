@@ -2190,7 +2190,7 @@ def decode_passes(sequences: int, stages: list[StageForecast]) -> tuple[int, int
     options = [(1, sequences)]
     for passes in range(1, min(sequences, passes_at_once(stages)) + 1):
         share = math.ceil(sequences / passes)
-        measured = {int(rows) for stage in stages for rows in stage.layers_ms}  # between them no number can be best
+        measured = {int(rows) for stage in stages for rows in stage.layers_ms}  # between them times lie on lines
         options += [(passes, rows) for rows in sorted({share, *measured}, reverse=True) if rows <= share]
 
     def token_ms(option: tuple[int, int]) -> float:
@@ -4095,7 +4095,7 @@ def _describe_node(node: NodeRecord, stage: StagePlan | None, times: MeasuredTim
 
 NGRAM = 3  # ids that must have stood together before
 FIRST_HIT_RATE, HIT_RATE_STEP = 0.5, 0.2
-DRAFT_SIZES = (1, 3, 5, 7, 15)  # with the row that is not a draft: as many as kernels take at once (MEASURED_ROWS)
+DRAFT_SIZES = (1, 3, 5, 7, 15)  # with the row that is not a draft 2 to 16, in numbers that kernels like
 DECODE_TIME_LIFE_S = 30.0  # older measurements are forgotten: the machines may have something else to do now
 
 

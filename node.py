@@ -687,6 +687,7 @@ class Worker(threading.Thread):
             "with_copy": with_copy and choices_to_wire(with_copy),
             "threads": torch.get_num_threads(),
         }
+        quant.release_freed_memory()
         return {"layer_ms": layer_ms, "kernels": chosen}
 
 
