@@ -308,8 +308,8 @@ class DoesNotFit(Exception):
 
 
 class _Scratch(threading.local):
-    """fp32 memory of the calling thread for what it packs, kept from one slab to the next: to get it anew for each takes
-    three times as long as to fill it. release_freed_memory lets it go."""
+    """fp32 memory of the calling thread for what it packs, kept from one slab to the next: to get it anew for each
+    takes three times as long as to fill it. release_freed_memory lets it go."""
 
     memory: torch.Tensor | None = None
 
