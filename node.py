@@ -71,7 +71,6 @@ EXIT_OK, EXIT_USAGE, EXIT_REFUSED = 0, 1, 2
 CONNECT_TIMEOUT_S = 10.0
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
 REMIND_S = 60.0  # how often a failure that stays the same is logged again
-MEASURED_ROWS = (1, 4, 6, 8, 64, 256)  # torch's int4 kernel takes rows in fours, FBGEMM's for AVX2 in sixes
 MEASURE_ROUNDS, MEASURE_SECONDS = 20, 0.25  # per number of rows: at most so often, and for so long
 MAX_WAITING_PASSES = 256
 KEEP_LAYERS_S = 300.0  # a node without a coordinator keeps its layers in memory for so long
@@ -668,7 +667,7 @@ class Worker(threading.Thread):
         layer.prepare(kernels)
         rope = qwen.Rope(config, self.device)
         layer_ms = {}
-        for rows in MEASURED_ROWS:
+        for rows in wire.MEASURED_ROWS:
             hidden_states = torch.randn(rows, config.hidden_size, device=self.device)
             cos, sin = rope.angles(torch.arange(rows, device=self.device))
             segments = [qwen.Segment(0, 0, 0, rows)]
@@ -722,7 +721,7 @@ def measuring_bytes(config: qwen.Config, weights: qwen.WeightFormat, device_type
     values_per_row = sum(
         out_features + in_features for out_features, in_features in qwen.linear_shapes(config).values()
     )
-    activations = 4 * max(MEASURED_ROWS) * values_per_row
+    activations = 4 * max(wire.MEASURED_ROWS) * values_per_row
     return qwen.layer_weight_bytes(config, 0, weights, device_type) + activations
 
 
